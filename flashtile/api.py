@@ -17,10 +17,9 @@ from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, packed_mask, tokens
-from .call.prepare import QKV, Given, check_indices, prepare
+from .call.prepare import QKV, Given, prepare, with_dropout_seed
 from .call.score_function import outside_of_graphs
 from .gpu import workspace
-from .rng_state import draw_rng_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -427,10 +426,8 @@ def _run(
         checks.generator(generator, qkv[0].device)
     wanted = out if padded is None else tokens("out", out)
     call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
-    problem, operands = call.problem, call.operands
-    if problem.options.dropout_p > 0:
-        check_indices(problem, operands)
-        operands = operands._replace(rng_state=draw_rng_state(operands.q.device, generator))
+    problem = call.problem
+    operands = with_dropout_seed(problem, call.operands, generator)
     wants_lse = return_lse or return_attn_probs or padded is not None
     result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     probs = None

@@ -8,6 +8,7 @@ instead of silently being zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn, get_type_hints
 
@@ -91,7 +92,7 @@ def attend(
         return made[0], made[1]
     compiling = torch.compiler.is_compiling()
     if compiling:
-        operands = _dealiased(operands)
+        operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
     else:
         flops.register_when_counting()
     transforms = is_transformed()
@@ -184,20 +185,19 @@ def is_call_observed() -> bool:
     return is_transformed() or torch.autograd.forward_ad._current_level >= 0 or _is_observed(())
 
 
-def _dealiased(operands: Operands) -> Operands:
+def dealiased(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Replace the second use of a tensor (as q and as k, or one cu_seqlens) with a view, because a
     tracer does not accept the same input of a Function twice.
     """
     seen: list[Tensor] = []
     result: list[Tensor | None] = []
-    for x in operands:
+    for x in tensors:
         if x is not None and any(x is other for other in seen):
             x = x.view_as(x)
         elif x is not None:
             seen.append(x)
         result.append(x)
-    # q, k and v are never None, but the list's type also has the optional tensors.
-    return Operands(*result)  # type: ignore[arg-type]  # its fields
+    return result
 
 
 # A backend determines the dtype of each of its products, so autocast is off inside.

@@ -93,21 +93,36 @@ def function_of_tiles(
 
     def evaluate(where: Where) -> Tensor:
         b, h, _, _ = where
-        with autocast_off(b), _NumbersAsIndices():
+        with autocast_off(b), _OfScalars():
             elements: Tensor = over_tiles(b, h, *rows_and_keys(where, lengths, tile_size))
         return elements
 
     return evaluate
 
 
-class _NumbersAsIndices(TorchFunctionMode):
-    """``x[i]`` by the operation `index`. PyTorch 2.9 reads the number `i` of a subscript, which
-    `torch.vmap` refuses.
+# Methods that read the numbers of a tensor. Arguments of mask and score functions have none yet.
+READ_NUMBERS = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "item", "tolist", "numpy", "data_ptr", "__array__", "__bool__", "__int__", "__float__",
+        "__index__", "__complex__", "untyped_storage",
+    )
+)  # fmt: skip
+
+
+class _OfScalars(TorchFunctionMode):
+    """``x[i]`` by the operation `index`: PyTorch 2.9 reads the number `i` of a subscript, which
+    `torch.vmap` refuses. A function that reads a number itself is refused by our own error.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if function in READ_NUMBERS and torch._C._functorch.is_batchedtensor(args[0]):
+            raise NotImplementedError(
+                f"mask_mod: {function.__name__} reads the value of a tensor, which is many at once "
+                "here; use torch.where instead of if, and & and | instead of and and or"
+            )
         if function is Tensor.__getitem__:
             x, index = args
             indices = index if isinstance(index, tuple) else (index,)

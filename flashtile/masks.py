@@ -187,6 +187,9 @@ class BlockMask:
     Masks of equal lengths and tile sizes can be combined with ``&`` and ``|``, and ``~`` inverts
     one; their batch and head sizes broadcast. ``print(mask)`` draws the tiles.
 
+    Operations of PyTorch may change the tensors in place. On a GPU, nothing else may (`.data`,
+    DLPack, kernels of your own): lists of tiles are kept until PyTorch counts a change.
+
     Attributes:
         kinds: uint8 (batch or 1, heads or 1, ceil(M / BM), ceil(N / BN)); 0 empty, 1 full, 2
             partial.
@@ -311,6 +314,7 @@ class BlockMask:
             TypeError: `mask_mod` does not return a bool tensor.
             ValueError: `mask_mod` returns a tensor that is not a scalar, or a size is not a
                 positive int.
+            NotImplementedError: `mask_mod` reads a number, as ``if i < j`` does.
         """
         BM, BN = tile_size = _checked_tile_size(tile_size)
         M, N = lengths = _checked_pair("lengths", lengths, "(queries, keys)")

@@ -11,6 +11,7 @@ from float8_numbers import descales, unscaled
 from torch import Tensor
 
 import flashtile
+from flashtile import BlockMask, Spans
 from flashtile.ops.quantize.formula import dequantized
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from flashtile.quantize import attention_fp8, quantize_qkv, rotation
@@ -200,6 +201,62 @@ def test_gradients_have_the_dtype_of_their_inputs(dtype: torch.dtype, seed: int)
     assert out.dtype == dtype
     out.sum().backward()
     assert all(x.grad is not None and x.grad.dtype == dtype for x in leaves)
+
+
+def scored(table: Tensor) -> dict[str, Any]:
+    return {"score_mod": lambda s, b, h, i, j: s + table[h, (i - j) % 8]}
+
+
+# The options beyond those above, of the tensors that have gradients.
+SHAPES = {
+    "bias": (1, 4, M, N),
+    "attn_mask": (2, 1, 1, N),
+    "sink": (4,),
+    "alibi_slopes": (2, 4),
+    "relative_bias": (4, 11),
+    "captured": (4, 8),
+}
+ROWS = torch.arange(M, dtype=torch.int32).view(1, 1, M, 1)
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "chunk": {"attention_chunk": 40},
+    "tiles": {
+        "block_mask": BlockMask.from_tiles(torch.eye(3, 5) + torch.ones(3, 5).tril(), 2 * [32])
+    },
+    "spans": {
+        "mask": Spans(torch.zeros(1, 1, M, 1).int(), 60 + torch.arange(M).int().view(1, 1, M, 1))
+    },
+    "padding": {"key_padding_mask": torch.arange(N) < torch.tensor([[N], [99]])},
+    "lengths": {"seqused_q": torch.tensor([M, 9]).int(), "seqused_k": torch.tensor([40, N]).int()},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("option", [*SHAPES, *OTHER_OPTIONS])
+def test_every_option_of_attention_counts_in_both_passes(option: str, seed: int) -> None:
+    g = generator(seed)
+    given, dout = qkv(g, M=M, N=N, D=D), torch.randn(2, M, 4, D, generator=g)
+    tensors = [torch.randn(SHAPES[option], generator=g)] if option in SHAPES else []
+    small = quantize_qkv(*given)
+
+    def options(leaves: list[Tensor]) -> dict[str, Any]:
+        found = OTHER_OPTIONS.get(option) or {option: leaves[0]}
+        found = scored(leaves[0]) if option == "captured" else found
+        if option == "alibi_slopes":  # the error of the float8 forward counts times the distance
+            found["window_size"] = (4, 4)
+        return {**found, "generator": torch.Generator().manual_seed(3)}
+
+    leaves = [x.clone().requires_grad_() for x in (*given, *tensors)]
+    out = attention_fp8(*leaves[:3], **options(leaves[3:]))
+    want = flashtile.attention(*small[:3], **descales(small), **options(tensors))
+    assert torch.equal(out.bfloat16(), want)
+
+    got = torch.autograd.grad(out, leaves, dout)
+    wide = [x.float().requires_grad_() for x in (*unscaled(small), *tensors)]
+    exact = flashtile.attention(*wide[:3], **options(wide[3:]))
+    wanted = list(torch.autograd.grad(exact, wide, dout))
+    wanted[:2] = (x @ rotation(D).mT for x in wanted[:2])
+    for x, y in zip(got, wanted, strict=True):  # the float8 forward has a relative error of 2 %
+        assert (x - y).norm() < 0.1 * y.norm()
 
 
 def test_emulation_has_gradients(seed: int) -> None:

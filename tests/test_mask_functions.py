@@ -160,6 +160,30 @@ def test_wrong_results_are_refused(error, function):
 
 
 @pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("__bool__", lambda b, h, i, j: torch.tensor(True) if i >= j else torch.tensor(False)),
+        ("__bool__", lambda b, h, i, j: (i >= j) and (i - j < 3)),
+        ("item", lambda b, h, i, j: torch.tensor(b.item() == 0)),
+        ("__index__", lambda b, h, i, j: [i > j, i < j][h]),
+    ],
+)
+def test_functions_that_read_their_arguments_are_refused(name, function):
+    with pytest.raises(NotImplementedError, match=rf"mask_mod: {name} reads the value .* use"):
+        BlockMask.from_function(function, (5, 5), tile_size=(2, 2))
+
+
+def test_captured_numbers_may_be_read():
+    size, is_causal = torch.tensor(3), torch.tensor(True)
+
+    def function(b, h, i, j):
+        return (i >= j) & (i - j < size.item()) if is_causal else j >= 0
+
+    mask = BlockMask.from_function(function, (9, 9), tile_size=(4, 4))
+    assert mask.to_dense(9, 9).sum() == 3 * 9 - 3
+
+
+@pytest.mark.parametrize(
     "bad",
     [
         {"lengths": (5, 0)},

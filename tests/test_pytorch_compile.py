@@ -68,6 +68,8 @@ def lengths(n):
     }
 
 
+ALL_RECIPES = {"hadamard_v": True, "smooth_k": True}
+
 # Every public attention function; the tensors with gradients are its first arguments.
 TRAINING = {
     "attention": dense(flashtile.attention, return_lse=True),
@@ -77,6 +79,7 @@ TRAINING = {
     "attention, bias and sink": (with_bias, bias_and_sink),
     "attention, lengths": (with_lengths, lengths),
     "attention_varlen": varlen(causal=True, return_lse=True),
+    "attention_fp8": dense(flashtile.attention_fp8, causal=True, return_lse=True, **ALL_RECIPES),
     "flash_attn_func": dense(flashtile.flash_attn_func, causal=True, softcap=3.0),
     "flash_attn_kvpacked_func": (
         lambda q, kv: flashtile.flash_attn_kvpacked_func(q, kv, causal=True),

@@ -359,6 +359,11 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
         "heads": (ValueError, "k: got", lambda: attention_fp8(q[:, :, :3], k, v)),
         "softcap": (ValueError, "smooth_k: ", lambda: attention_fp8(
             q, k, v, smooth_k=True, softcap=1)),
+        "sink": (ValueError, "smooth_k: got True and sink", lambda: attention_fp8(
+            q, k, v, smooth_k=True, sink=torch.zeros(4))),
+        "packed mask": (ValueError, "attn_mask: got a mask and cu_seqlens_q", lambda: attention_fp8(
+            q[0], k[0], v[0], cu_seqlens_q=cu_seqlens([17]), cu_seqlens_k=cu_seqlens([23]),
+            max_seqlen_q=17, max_seqlen_k=23, attn_mask=torch.ones(17, 23))),
         "rotary": (ValueError, "rotary_cos: got shape", lambda: quantize_qkv(
             q, k, v, rotary_cos=torch.ones(20, 4), rotary_sin=torch.ones(20, 4))),
         "packed": (TypeError, "cu_seqlens_k: ", lambda: quantize_qkv(

@@ -330,6 +330,22 @@ def test_a_compiled_model(seed):
     )
 
 
+@pytest.mark.parametrize("for_onnx", [False, True])
+def test_an_exported_model(for_onnx, monkeypatch):
+    """For ONNX, which has no operator of ours, it has PyTorch's attention."""
+    module, x = Attend(32, 4, batch_first=True).eval(), torch.randn(2, 9, 32)
+    want = module(x)[0]
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: for_onnx)
+    with sdpa.install():
+        program = torch.export.export(module, (x,), strict=False)
+    text = str(program.graph)
+    assert ("flashtile" in text, "aten.scaled_dot_product_attention" in text) == (
+        not for_onnx,
+        for_onnx,
+    )
+    torch.testing.assert_close(program.module()(x)[0], want)
+
+
 @pytest.mark.parametrize("lengths", [(9, 9), (6, 9), (9, 6)])
 @pytest.mark.parametrize("corner", ["upper_left", "lower_right"])
 def test_causal_bias(lengths, corner, seed):

@@ -65,11 +65,6 @@ def test_the_error_suggests_the_right_argument(keyword, meant):
     assert meant in error("flash_attn_varlen_func", **{keyword: 1})
 
 
-def test_a_score_function_where_none_is_taken():
-    message = error("attention_fp8", score_mod=lambda score, b, h, i, j: score)
-    assert "'score_mod' (want softcap; only attention, attention_varlen, " in message
-
-
 @pytest.mark.parametrize("name", ["attention_fp8", "quantize_qkv"])
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -117,7 +112,7 @@ def test_masks_of_other_libraries(name, masks, padding):
         ("attention", "cache_seqlens", " (want seqused_k)"),
         ("attention_with_kvcache", "seqused_k", " (want cache_seqlens)"),
         ("attention", "block_table", ""),
-        ("attention_fp8", "seqused_k", ""),
+        ("attention_fp8", "block_table", ""),
         ("explain", "return_softmax_lse", " (want return_lse)"),
     ],
 )

@@ -60,10 +60,9 @@ class FlashOptions(TypedDict, total=False):
     alibi_slopes: Annotated[Tensor | None, TENSOR]
 
 
-class NewerOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
     """Options beyond FlashAttention-2 that every function has."""
 
-    qv: Annotated[Tensor | None, Option("query")]
     attention_chunk: Annotated[int, number(0, checks.chunk)]
     bias: Annotated[Tensor | None, TENSOR]
     relative_bias: Annotated[Tensor | None, TENSOR]
@@ -71,11 +70,17 @@ class NewerOptions(TypedDict, total=False):
     block_mask: Annotated[Any, MASK]
     mask: Annotated[Spans | None, MASK]
     score_mod: Annotated[ScoreFunction | None, Option("function")]
+    pack_gqa: Annotated[bool | None, HINT]
+    sm_margin: Annotated[int, Option("hint", 0)]
+
+
+class NewerOptions(ScoreOptions, total=False):
+    """Options beyond FlashAttention-2 of every function except the one that quantises."""
+
+    qv: Annotated[Tensor | None, Option("query")]
     q_descale: Annotated[Tensor | None, TENSOR]
     k_descale: Annotated[Tensor | None, TENSOR]
     v_descale: Annotated[Tensor | None, TENSOR]
-    pack_gqa: Annotated[bool | None, HINT]
-    sm_margin: Annotated[int, Option("hint", 0)]
 
 
 class SplitOptions(TypedDict, total=False):
@@ -84,18 +89,26 @@ class SplitOptions(TypedDict, total=False):
     num_splits: Annotated[int, number(0, checks.splits)]
 
 
-class NewerTrainingOptions(NewerOptions, SplitOptions, total=False):
-    """Options beyond FlashAttention-2 of every function except the one for caches."""
+class LengthOptions(TypedDict, total=False):
+    """Numbers of valid tokens."""
 
     seqused_q: Annotated[Tensor | None, TENSOR]
     seqused_k: Annotated[Tensor | None, TENSOR]
 
 
-class TrainingOptions(FlashOptions, NewerTrainingOptions, total=False):
-    """Options of every function except the one for caches."""
+class NewerTrainingOptions(NewerOptions, SplitOptions, LengthOptions, total=False):
+    """Options beyond FlashAttention-2 of every function except the one for caches."""
+
+
+class DropoutOptions(TypedDict, total=False):
+    """Options that only training has."""
 
     dropout_p: Annotated[float, number(0.0, checks.probability)]
     deterministic: Annotated[bool, number(False, checks.flag)]
+
+
+class TrainingOptions(FlashOptions, NewerTrainingOptions, DropoutOptions, total=False):
+    """Options of every function except the one for caches."""
 
 
 class ServingOptions(TypedDict, total=False):
@@ -122,6 +135,18 @@ class VarlenOptions(TrainingOptions, ServingOptions, total=False):
 
 class CacheOptions(FlashOptions, NewerOptions, SplitOptions, ServingOptions, total=False):
     """Options of `attention_with_kvcache`."""
+
+
+class Float8Options(
+    FlashOptions,
+    ScoreOptions,
+    SplitOptions,
+    LengthOptions,
+    DropoutOptions,
+    PaddedMaskOptions,
+    total=False,
+):
+    """Options of `attention_fp8`."""
 
 
 def options_of(kind: Any) -> dict[str, Option]:

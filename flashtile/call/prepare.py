@@ -20,6 +20,7 @@ from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..masks import BlockMask
 from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
+from ..rng_state import draw_rng_state
 from ..spans import Spans
 from . import checks, decoding, dispatch, memo, prefill
 from .absorbed import absorb_operands, described_operands
@@ -80,12 +81,14 @@ def prepare(
     backend: str | None = None,
     out: Tensor | None = None,
     wants_probabilities: bool = False,
+    is_read: bool = False,
 ) -> Prepared:
     """Check and describe a call and choose its backend, or reuse the decision of an equal call.
 
     Args:
         qkv: queries, keys and values, or queries and the two caches.
         out: the tensor to write the result to, None for a new tensor.
+        is_read: whether the arguments are results of `read`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
@@ -94,7 +97,8 @@ def prepare(
     """
     if current_layout.blocks:
         current_layout.refuse_local_attention()
-    qkv, layout, given = _read(qkv, layout, given)
+    if not is_read:
+        qkv, layout, given = read(qkv, layout, given)
     compiling = torch.compiler.is_compiling()
     explains = not compiling and this_thread.explains
     key = None
@@ -207,6 +211,20 @@ def decide(
     return packed or decoding.appending_problem(problem, operands, layout) or problem
 
 
+def with_dropout_seed(
+    problem: AttentionProblem, operands: Operands, generator: torch.Generator | None
+) -> Operands:
+    """The operands with the numbers that dropout draws, if there is dropout.
+
+    Raises:
+        IndexError: as `check_indices`, before anything is drawn.
+    """
+    if problem.options.dropout_p == 0:
+        return operands
+    check_indices(problem, operands)
+    return operands._replace(rng_state=draw_rng_state(operands.q.device, generator))
+
+
 def check_indices(problem: AttentionProblem, operands: Operands) -> None:
     """Raise IndexError if the score function reads outside of a captured tensor and the backend
     refuses that. Every call refuses it; one that appends or draws numbers has to do so before.
@@ -218,7 +236,7 @@ def check_indices(problem: AttentionProblem, operands: Operands) -> None:
         checker.check_indices(problem, operands)
 
 
-def _read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
+def read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     """Cast the arguments as autocast requires, make numbers plain so that a memo can use them in a
     key, combine the mask tensors and trace the score function.
     """

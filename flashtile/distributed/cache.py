@@ -234,14 +234,14 @@ def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) 
             continue
         sends[rank] = part
         count = int((dealt.owner(tokens[rank][1]) == wire.rank).sum())
-        parts[rank] = part.new_empty(count * sum(x[:1].numel() for x in packed))
+        parts[rank] = part.new_empty(count * sum(x.shape[1:].numel() for x in packed))
     wire.exchange(sends, {rank: parts[rank] for rank in sends}, "keys and values").wait()
     caches = [x.new_zeros(len(layout.keys.lengths), rows, *x.shape[1:]) for x in packed]
     for rank, part in parts.items():
         document, position = tokens[rank]
         mine = dealt.owner(position) == wire.rank
         where = document[mine], dealt.row(position[mine])
-        sizes = [int(mine.sum()) * x[:1].numel() for x in packed]
+        sizes = [int(mine.sum()) * x.shape[1:].numel() for x in packed]
         for cache, x in zip(caches, part.split(sizes), strict=True):
             cache[where] = x.view(-1, *cache.shape[2:])
     return caches[0], caches[1]

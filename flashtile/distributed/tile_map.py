@@ -23,11 +23,14 @@ class TileMap(NamedTuple):
 
     @classmethod
     def of(cls, mask: BlockMask) -> TileMap:
-        """Read a mask; the host waits for the device once for each mask."""
-        version = mask.kinds._version
+        """Read a mask; the host waits for a GPU once for each mask."""
+        kinds = mask.kinds
+        # On the CPU the values themselves are compared, because NumPy and `.data` change them
+        # without a new version. On a GPU only the version is: the rest would have to be waited for.
+        state = kinds._version if kinds.is_cuda else kinds.numpy().tobytes()
         known = _known.get(mask)
-        if known is None or known[0] != version:
-            known = _known[mask] = version, cls._read(mask)
+        if known is None or known[0] != state:
+            known = _known[mask] = state, cls._read(mask)
         return known[1]
 
     @classmethod
@@ -66,4 +69,4 @@ class TileMap(NamedTuple):
         return self.columns[document if len(self.columns) > 1 else 0]
 
 
-_known: WeakKeyDictionary[BlockMask, tuple[int, TileMap]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[BlockMask, tuple[int | bytes, TileMap]] = WeakKeyDictionary()

@@ -62,15 +62,20 @@ def scaled_dot_product_attention(
 
     Returns:
         (..., heads, seq_q, value_head_dim) in the query's dtype. A query that sees no key gets 0.
+        While `torch.onnx.export` traces it, PyTorch's own function makes the result.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
         NotImplementedError: no backend can run the call; the message lists each with its reasons.
     """
-    _count_call()
     if isinstance(scale, Tensor) and scale.dim() == 0:  # PyTorch reads it, too, without a gradient
         scale = scale.item()
     scale = cast("float | None", scale)
+    if torch.onnx.is_in_onnx_export():  # ONNX has an operator for PyTorch's function only
+        return torch._C._nn.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _count_call()
     if any(x.is_nested for x in (query, key, value)):
         return nested.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Never
 
-from ..api import attention, attention_varlen
+from .. import autograd
 from ..autocast import autocast_off, cast_inputs
 from ..call import checks
 from ..call.dispatch import BackendName
-from ..call.layouts import Dense, Packed
-from ..call.options import WindowSize
-from ..call.prepare import prepare
-from ..ops.quantize.formula import Quantized, Recipe, dequantized
+from ..call.layouts import DENSE, Packed
+from ..call.options import Float8Options, PaddedMaskOptions, accepts, refuse_unknown
+from ..call.prepare import prepare, read, with_dropout_seed
+from ..call.score_function import outside_of_graphs
+from ..ops.quantize.formula import Recipe, dequantized
 from ..ops.quantize.hadamard import rotation
-from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, default_scale
-from .tensors import check, layout_of, quantized, rows_of
+from ..ops.quantize.rows import Rows
+from ..problem import (
+    DIFFERENTIABLE,
+    FLOAT8_KEY_BLOCK,
+    FLOAT8_QUERY_BLOCK,
+    AttentionProblem,
+    Operands,
+    Options,
+)
+from .tensors import check, layout_of, quantized
 
-Options = dict[str, Any]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+@accepts(Float8Options)
 def attention_fp8(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
     scales: str = "block",
     hadamard: bool = True,
     hadamard_v: bool = False,
@@ -43,8 +49,9 @@ def attention_fp8(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
     emulate: bool = False,
+    generator: torch.Generator | None = None,
     backend: BackendName | None = None,
-    **unknown: Never,
+    **options: Unpack[Float8Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention whose matrix products are in float8 e4m3: `quantize_qkv`, then `attention`.
 
@@ -55,15 +62,18 @@ def attention_fp8(
         q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) with `cu_seqlens_q`;
             float16, bfloat16 or float32.
         k, v: (batch, seq_k, kv_heads, head_dim), or (total_k, kv_heads, head_dim).
-        softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
-        scales, hadamard, hadamard_v, smooth_k, seed: as in `quantize_qkv`. Smoothing shifts the
-            scores, so it cannot be combined with softcap.
+        scales, hadamard, hadamard_v, smooth_k, seed: as in `quantize_qkv`. Scales and means count
+            all tokens, also those that a mask or `seqused_k` hides. Smoothing shifts the scores,
+            so it cannot be combined with softcap, a score function or a sink.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: packed sequences, as in
             `flashtile.attention_varlen`.
         return_lse: return (out, lse).
         emulate: emulate the kernel's roundings on the CPU, slowly, whatever the tensors' device.
             Otherwise a device that has no float8 kernel is an error.
-        backend: name of the backend to force.
+        generator, backend: as in `flashtile.attention`.
+
+    Other arguments are those of `flashtile.attention`, without `qv` and scales; packed sequences
+    take neither `attn_mask` nor `key_padding_mask`.
 
     Returns:
         out, shaped as q with v's head dim, in q's dtype, and on request lse (batch, heads, seq_q)
@@ -75,57 +85,112 @@ def attention_fp8(
 
     Source: FlashAttention-3 (Shah et al. 2024), section 3.3.
     """
-    if unknown:
-        raise checks.unexpected_keywords(unknown, attention_fp8)
-    layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    q, k, v = cast_inputs(q, k, v)
+    refuse_unknown(options, Float8Options, attention_fp8)
     recipe = Recipe(scales, hadamard, hadamard_v, smooth_k, seed)
-    check(q, k, v, layout, recipe)
+    layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
-    if smooth_k and softcap != 0.0:
-        raise ValueError(f"smooth_k: got True with softcap={softcap}, want only one of them")
-    options = {
-        "softmax_scale": default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale,
-        "causal": checks.flag("causal", causal),
-        "window_size": window_size,
-        "softcap": softcap,
-    }
-    device = q.device
-    if emulate:
-        q, k, v = q.cpu(), k.cpu(), v.cpu()
-        if layout is not None:
-            layout = layout._replace(
-                cu_seqlens_q=layout.cu_seqlens_q.cpu(), cu_seqlens_k=layout.cu_seqlens_k.cpu()
-            )
-    with autocast_off(q):
-        out, lse = _Float8Attention.apply(q, k, v, recipe, layout, options, backend)
-    out, lse = out.to(device), lse.to(device)
+    given = (q, k, v), layout, recipe, options, emulate, generator, backend
+    if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
+        out, lse = outside_of_graphs(_attend)(*given)
+    else:
+        out, lse = _attend(*given)
     return (out, lse) if return_lse else out
 
 
+def _attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    layout: Packed | None,
+    recipe: Recipe,
+    options: Any,  # `Float8Options`
+    emulate: bool,
+    generator: torch.Generator | None,
+    backend: BackendName | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `attention_fp8`."""
+    q, k, v = cast_inputs(*qkv)
+    check(q, k, v, layout, recipe)
+    _check_combinations(layout, recipe, options)
+    device = q.device
+    if generator is not None:
+        checks.generator(generator, torch.device("cpu") if emulate else device)
+    with autocast_off(q):
+        tensors, found, given = read((q, k, v), layout or DENSE, options)
+        if emulate:
+            tensors, found, given = (_on_cpu(x) for x in (tensors, found, given))
+        q, k, v = tensors
+        with torch.no_grad():
+            small = quantized(q, k, v, recipe, found if isinstance(found, Packed) else None)
+            descales = {"q_descale": small[3], "k_descale": small[4], "v_descale": small[5]}
+            call = prepare(small[:3], found, {**given, **descales}, backend, is_read=True)
+        backward_options = None
+        if torch.is_grad_enabled():
+            dtype = _backward_dtype(q.dtype)
+            wide = q.to(dtype), k.to(dtype), v.to(dtype)
+            backward_options = prepare(wide, found, given, is_read=True).problem.options
+        operands = with_dropout_seed(call.problem, call.operands, generator)
+        how = call.problem, call.forward, backward_options, recipe
+        inputs: Any = q, k, v, small.k_mean, *operands
+        if torch.compiler.is_compiling():
+            inputs = autograd.dealiased(inputs)
+        out, lse = _Float8Attention.apply(how, *inputs)
+    return out.to(device), lse.to(device)
+
+
+def _check_combinations(layout: Packed | None, recipe: Recipe, options: Any) -> None:
+    """Raise for options that exclude each other."""
+    for name in PaddedMaskOptions.__optional_keys__ if layout is not None else ():
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: got a mask and cu_seqlens_q, want only one of them")
+    shifted = options.get("softcap", 0.0) != 0.0, options.get("score_mod"), options.get("sink")
+    for name, x in zip(("softcap", "score_mod", "sink"), shifted, strict=True):
+        if recipe.smooth_k and x is not None and x is not False:
+            raise ValueError(f"smooth_k: got True and {name}, want only one of them")
+
+
+def _on_cpu(x: Any) -> Any:
+    """Tensors and masks, alone or in tuples and dictionaries, on the CPU; others as they are."""
+    if isinstance(x, dict):
+        return {name: _on_cpu(part) for name, part in x.items()}
+    if isinstance(x, tuple):
+        parts = [_on_cpu(part) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x.to("cpu") if hasattr(x, "to") else x
+
+
+def _backward_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the backward for inputs of `dtype`; bfloat16 holds every e4m3 number times a
+    power of two.
+    """
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
 class _Float8Attention(torch.autograd.Function):
-    """(out, lse) of float8 attention, from q, k and v before quantising."""
+    """(how, q, k, v before quantising, k_mean, operands) -> (out, lse), where `how` is the problem,
+    its prepared forward, the options of the backward in 16 bits and the recipe.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
+        how: tuple[AttentionProblem, Any, Options | None, Recipe],
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        recipe: Recipe,
-        layout: Packed | None,
-        options: Options,
-        backend: BackendName | None,
+        k_mean: Tensor | None,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        small = quantized(q, k, v, recipe, layout)
-        out, lse = attend(small, layout, options, backend)
+        problem, prepared_forward, ctx.options, ctx.recipe = how
+        operands = Operands(*tensors)  # type: ignore[arg-type]  # its fields
+        out, lse = autograd.attend(problem, operands, prepared_forward)
         ctx.set_materialize_grads(False)
-        ctx.recipe, ctx.layout, ctx.options, ctx.dtype = recipe, layout, options, q.dtype
-        ctx.save_for_backward(out, lse, *small)
-        if recipe.hadamard_v:
-            out = (out.float() @ rotation(v.shape[-1], recipe.seed, out.device).mT).to(out.dtype)
-        if small.k_mean is not None:
-            shift = shift_of(q, small.k_mean, layout) * options["softmax_scale"]
+        ctx.dtype = q.dtype
+        lse = lse.contiguous()
+        ctx.save_for_backward(out, lse, k_mean, *operands)
+        if ctx.recipe.hadamard_v:
+            out = (out.float() @ _rotation_of(v, ctx.recipe).mT).to(out.dtype)
+        if k_mean is not None:
+            means = _means_of_queries(k_mean, operands, problem.options)
+            shift = (q.float() * means).sum(-1).transpose(-1, -2) * problem.options.softmax_scale
             lse = torch.where(lse == -torch.inf, lse, lse + shift)
         return out.to(q.dtype), lse
 
@@ -137,80 +202,70 @@ class _Float8Attention(torch.autograd.Function):
                 "was asked for with create_graph=True)"
             )
         with autocast_off(ctx.saved_tensors[0]):
-            return *_Float8Attention.gradients(ctx, dout, dlse), None, None, None, None
-
-    @staticmethod
-    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-        """dq, dk and dv."""
-        out, lse, *small = ctx.saved_tensors
-        if dlse is not None:  # a row without a key has no gradient
-            dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-        dq, dk, dv = in_16_bits(ctx, Quantized(*small), out, lse, dout, dlse)
-        k_mean = small[-1]
-        if k_mean is not None and dlse is not None:  # `forward` adds a shift to lse
-            shift = shift_gradient(dlse, k_mean, small[0], ctx.layout)
-            dq = dq + (shift * ctx.options["softmax_scale"]).to(dq.dtype)
-        return dq, dk, dv
+            dq, dk, dv, *others = _gradients(ctx, dout, dlse)
+        needed = ctx.needs_input_grad[8 : 5 + DIFFERENTIABLE]
+        wanted = (g if is_needed else None for g, is_needed in zip(others, needed, strict=True))
+        rest = len(Operands._fields) - DIFFERENTIABLE
+        return None, dq, dk, dv, None, None, None, None, *wanted, *[None] * rest
 
 
-def attend(
-    small: Quantized, layout: Packed | None, options: Options, backend: BackendName | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of quantised tensors."""
-    q, k, v, *descales, _ = small
-    named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
-    more = {**options, **named, "return_lse": True, "backend": backend}
-    found: Any  # a pair, as `return_lse` asks
-    if layout is None:
-        found = attention(q, k, v, **more)
-    else:
-        found = attention_varlen(q, k, v, *layout[:4], **more)
-    return found
-
-
-def shift_of(q: Tensor, k_mean: Tensor, layout: Packed | None) -> Tensor:
-    """q_i . k_mean, in the layout of the log-sum-exp."""
-    means = means_of_queries(q, k_mean, layout)
-    return (q.float() * means).sum(-1).transpose(-1, -2)
-
-
-def shift_gradient(dlse: Tensor, k_mean: Tensor, q: Tensor, layout: Packed | None) -> Tensor:
-    """The gradient of `shift_of` with respect to q."""
-    return dlse.transpose(-1, -2)[..., None] * means_of_queries(q, k_mean, layout)
-
-
-def means_of_queries(q: Tensor, k_mean: Tensor, layout: Packed | None) -> Tensor:
-    """The mean of the keys of every query's sequence, which broadcasts to q's shape."""
-    means = k_mean.repeat_interleave(q.shape[-2] // k_mean.shape[1], dim=1)
-    if layout is None:
-        return means[:, None]
-    rows, _ = rows_of(q, q, layout)
-    return torch.cat((means, means.new_zeros(1, *means.shape[1:])))[rows.sequence]
-
-
-def in_16_bits(
-    ctx: Any, small: Quantized, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
-) -> list[Tensor]:
-    """dq, dk and dv of 16-bit attention on the quantised numbers, without the Hadamard rotation."""
-    recipe, layout = ctx.recipe, ctx.layout
-    # bfloat16 holds every e4m3 number times a power of two.
-    dtype = torch.float32 if ctx.dtype == torch.float32 else torch.bfloat16
-    rows_q, rows_k = rows_of(small.q, small.k, layout)
-    q = dequantized(small.q, small.q_descale, rows_q, FLOAT8_QUERY_BLOCK, dtype)
-    k = dequantized(small.k, small.k_descale, rows_k, FLOAT8_KEY_BLOCK, dtype)
-    v = dequantized(small.v, small.v_descale, rows_k, FLOAT8_KEY_BLOCK, dtype)
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
+    """The gradients of 16-bit attention on the quantised numbers: of q, k and v before they were
+    rotated and quantised, and of the other operands.
+    """
+    out, lse, k_mean, *tensors = ctx.saved_tensors
+    small, options, recipe = Operands(*tensors), ctx.options, ctx.recipe
+    if dlse is not None:  # a row without a key has no gradient
+        dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+    dtype = _backward_dtype(ctx.dtype)
+    rows_q, rows_k = _rows_of(small, options)
+    of_q, of_k, of_v = small.q_descale, small.k_descale, small.v_descale
+    assert of_q is not None and of_k is not None and of_v is not None
+    operands = small._replace(
+        q=dequantized(small.q, of_q, rows_q, FLOAT8_QUERY_BLOCK, dtype),
+        k=dequantized(small.k, of_k, rows_k, FLOAT8_KEY_BLOCK, dtype),
+        v=dequantized(small.v, of_v, rows_k, FLOAT8_KEY_BLOCK, dtype),
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+    )
     dout = torch.zeros_like(out) if dout is None else dout
     if recipe.hadamard_v:
-        dout = dout.float() @ rotation(v.shape[-1], recipe.seed, v.device)
-    with torch.enable_grad():  # so that the backend is chosen for its backward
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        problem, operands, *_ = prepare((q, k, v), layout or Dense(), ctx.options)
-    dq, dk, dv, *_ = torch.ops.flashtile.attention_backward(
-        dout.to(dtype), dlse, out.to(dtype), lse, False, *operands, *problem.options
+        dout = dout.float() @ _rotation_of(small.v, recipe)
+    needs_bias = ctx.needs_input_grad[5 + Operands._fields.index("bias")]
+    dq, dk, dv, *others = torch.ops.flashtile.attention_backward(
+        dout.to(dtype), dlse, out.to(dtype), lse, needs_bias, *operands, *options
     )
     if recipe.hadamard:
-        matrix = rotation(q.shape[-1], recipe.seed, q.device)
+        matrix = _rotation_of(small.q, recipe)
         dq, dk = dq.float() @ matrix.mT, dk.float() @ matrix.mT
     if recipe.hadamard_v:
-        dv = dv.float() @ rotation(v.shape[-1], recipe.seed, v.device).mT
-    return [x.to(ctx.dtype) for x in (dq, dk, dv)]
+        dv = dv.float() @ _rotation_of(small.v, recipe).mT
+    dq, dk, dv = (x.to(ctx.dtype) for x in (dq, dk, dv))
+    if k_mean is not None and dlse is not None:  # `forward` adds a shift to lse
+        means = _means_of_queries(k_mean, small, options)
+        shift = dlse.transpose(-1, -2)[..., None] * means * options.softmax_scale
+        dq = dq + shift.to(dq.dtype)
+    return [dq, dk, dv, *others]
+
+
+def _rotation_of(x: Tensor, recipe: Recipe) -> Tensor:
+    """The matrix by which the rows of `x` are multiplied before they are quantised."""
+    return rotation(x.shape[-1], recipe.seed, x.device)
+
+
+def _rows_of(operands: Operands, options: Options) -> tuple[Rows, Rows]:
+    """The rows of q and of k."""
+    return (
+        Rows.of(operands.q, operands.cu_seqlens_q, options.max_seqlen_q),
+        Rows.of(operands.k, operands.cu_seqlens_k, options.max_seqlen_k),
+    )
+
+
+def _means_of_queries(k_mean: Tensor, operands: Operands, options: Options) -> Tensor:
+    """The mean of the keys of every query's sequence, which broadcasts to q's shape."""
+    means = k_mean.repeat_interleave(operands.q.shape[-2] // k_mean.shape[1], dim=1)
+    if operands.cu_seqlens_q is None:
+        return means[:, None]
+    rows, _ = _rows_of(operands, options)
+    return torch.cat((means, means.new_zeros(1, *means.shape[1:])))[rows.sequence]

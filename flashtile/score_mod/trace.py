@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 from ..autocast import autocast_off
+from ..block_tiles import READ_NUMBERS
 from ..eager import compiled_functions_run_eagerly
 from .convert import Root, convert
 from .record import Recorder, recording
@@ -94,15 +95,6 @@ def _checked(result: Any, dtype: torch.dtype) -> Tensor:
 class _Captures(TorchFunctionMode):
     """Replace tensors from outside of the function by stand-ins of equal shape."""
 
-    # Functions that would read the numbers of a tensor without PyTorch's dispatcher.
-    _READ_NUMBERS = frozenset(
-        getattr(Tensor, name)
-        for name in (
-            "item", "tolist", "numpy", "data_ptr", "__array__", "__bool__", "__int__", "__float__",
-            "__index__", "__complex__", "untyped_storage",
-        )
-    )  # fmt: skip
-
     def __init__(self, operations: _Operations) -> None:
         super().__init__()
         self._operations = operations
@@ -148,7 +140,7 @@ class _Captures(TorchFunctionMode):
         if self._operations not in _get_current_dispatch_mode_stack():
             return function(*args, **(kwargs or {}))  # of another trace, inside of this one
         self._operations.called = function
-        if function in self._READ_NUMBERS:
+        if function in READ_NUMBERS:
             raise self._refused(
                 "reads the value of a tensor, which is not known in advance; use torch.where "
                 "instead of if"

@@ -111,11 +111,13 @@ def test_what_no_backend_can_run_is_not_written() -> None:
     run_ranks(2, one_rank)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "lengths"),
+    [(False, [41, 41]), (True, [0, 37, 5, 90]), (True, [3])],  # 3 tokens: ranks without any
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_prefill_is_dealt_out_and_decoded(packed: bool, ranks: int) -> None:
+def test_a_prefill_is_dealt_out_and_decoded(packed: bool, lengths: list[int], ranks: int) -> None:
     g = torch.Generator().manual_seed(7)
-    lengths = [0, 37, 5, 90] if packed else [41, 41]
     shape = (sum(lengths),) if packed else (2, 41)
     k, v = (torch.randn(*shape, 2, D, generator=g, dtype=torch.float64) for D in (8, 12))
     q = torch.randn(len(lengths), 2, 4, 8, generator=g, dtype=torch.float64)

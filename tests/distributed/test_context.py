@@ -128,6 +128,10 @@ def test_a_changed_block_mask_is_read_again() -> None:
     assert TileMap.of(mask) is before
     mask.kinds[0, 0, 3, 0] = 1
     assert TileMap.of(mask).columns[0][3] == (0, 3)
+    mask.kinds.numpy()[0, 0, 3, 1] = 1
+    assert TileMap.of(mask).columns[0][3] == (0, 1, 3)
+    mask.kinds.data[0, 0, 3, 2] = 1
+    assert TileMap.of(mask).columns[0][3] == (0, 1, 2, 3)
 
 
 def test_a_batch_is_balanced_by_the_tiles_of_all_its_sequences() -> None:

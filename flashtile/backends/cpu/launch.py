@@ -76,7 +76,7 @@ def backward(
     """
     plan = plan_backward(problem, dlse is not None)
     q, k, v = operands[:3]
-    results = (out, lse, dout, dlse)
+    results = (out, lse, _without_dead_rows(dout, out, lse, operands.sink), dlse)
     dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
     dsink = _zeros_like(operands.sink, lse.dtype)
     with_captured = captured_needs_grad(problem.options)
@@ -117,6 +117,20 @@ def backward(
             for x, operand in zip(sums, operands[3:DIFFERENTIABLE], strict=True)
         ),
     )
+
+
+def _without_dead_rows(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """`dout` with zeros in rows that see no key, which have no gradient whatever it holds there."""
+    if sink is None:
+        dead = lse == -torch.inf
+    else:  # such a row has the sink as its log-sum-exp
+        dead = lse == sink.to(lse.dtype).unsqueeze(-1)
+    if not dead.any():
+        return dout
+    dead = dead.transpose(-1, -2).unsqueeze(-1)
+    if sink is not None:  # as has a row whose keys count for nothing
+        dead = dead & (out == 0).all(-1, keepdim=True)
+    return dout.masked_fill(dead, 0.0)
 
 
 def check_indices(problem: AttentionProblem, operands: Operands) -> None:

@@ -40,7 +40,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "s_aux": ("sink",),
     "scale": ("softmax_scale",),
     "scaling": ("softmax_scale",),
-    "score_mod": ("softcap", "alibi_slopes", "bias"),
     "seqused_k": ("cache_seqlens",),
     "sinks": ("sink",),
     "sliding_window": ("window_size",),
@@ -52,8 +51,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 REMARKS = {
     "enable_gqa": "not needed; it follows from the numbers of heads",
     "is_causal": "it aligns to the bottom-right corner, PyTorch's to the top-left corner",
-    "score_mod": "only attention, attention_varlen, attention_with_kvcache and the functions of "
-    "flash_attn take one",
     "sliding_window": "(sliding_window - 1, 0)",
 }
 

@@ -26,6 +26,13 @@ def rotation(head_dim: int, seed: int = 0, device: torch.device | str | None = N
     Returns:
         (head_dim, head_dim) float32. All nonzero entries have the same magnitude.
     """
+    if torch.compiler.is_compiling():  # whose graphs make no generators
+        matrix: Tensor = torch.ops.flashtile.rotation(head_dim, seed, device or torch.device("cpu"))
+        return matrix
+    return _rotation(head_dim, seed, device)
+
+
+def _rotation(head_dim: int, seed: int, device: torch.device | str | None) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (head_dim,), generator=g, device="cpu").to(torch.float32) * 2 - 1
     power = head_dim & -head_dim
@@ -41,3 +48,13 @@ def hadamard(size: int) -> Tensor:
     while matrix.shape[0] < size:
         matrix = torch.kron(twice, matrix)
     return matrix
+
+
+def _fake_rotation(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    return torch.empty(head_dim, head_dim, device=device)
+
+
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_library.define("rotation(SymInt head_dim, int seed, Device device) -> Tensor")
+_library.impl("rotation", _rotation, "CompositeExplicitAutograd")
+torch.library.register_fake("flashtile::rotation", _fake_rotation, lib=_library)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ class Rows:
             return cls(x.shape[0] * longest, None, x.shape[0], longest, x.device)
         return cls(x.shape[0], cu_seqlens, cu_seqlens.shape[0] - 1, longest, x.device)
 
-    @cached_property
+    @property
     def sequence(self) -> Tensor:
         """(tokens,) int64, the sequence of each token; B for a token of no sequence."""
         if self.cu_seqlens is None:
@@ -35,7 +34,7 @@ class Rows:
         number = self._token - self.cu_seqlens.long()[found]
         return found.masked_fill(number >= self.longest, self.B)
 
-    @cached_property
+    @property
     def number(self) -> Tensor:
         """(tokens,) int64, the index of each token in its sequence."""
         if self.cu_seqlens is None:
@@ -52,8 +51,9 @@ class Rows:
         additional last block.
         """
         count = -(-self.longest // size)
-        index = self.sequence * count + self.number // size
-        return index.masked_fill(self.sequence == self.B, self.B * count), count
+        sequence = self.sequence
+        index = sequence * count + self.number // size
+        return index.masked_fill(sequence == self.B, self.B * count), count
 
 
 def per_block(x: Tensor, index: Tensor, blocks: int, how: str) -> Tensor:

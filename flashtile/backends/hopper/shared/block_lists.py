@@ -186,6 +186,10 @@ _kept: Memo[Any, Kept] = Memo(64)
 def kept(key: Any, operands: Operands, make: Callable[[], BlockLists]) -> BlockLists:
     """`make()`, from an earlier call with an equal `key` if the block mask has not changed. The
     lists are kept as long as the mask.
+
+    Only what PyTorch counts is a change. Writes by `.data` and by kernels of others are not
+    counted, and to find them every call would have to read the mask, which is why `BlockMask`
+    rules them out.
     """
     tensors = mask_tensors(operands)
     kinds = tensors[0]
