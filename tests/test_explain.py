@@ -75,6 +75,20 @@ def test_functions_that_pass_a_call_on():
     assert flashtile.explain(layer, q).problem.options.softcap == 2.0
 
 
+def test_a_function_that_handles_every_error_ends_at_its_first_call():
+    after = []
+
+    def layer(x: torch.Tensor) -> None:
+        try:
+            flashtile.attention(x, k, v, softcap=3.0)
+        except Exception:
+            flashtile.attention(x, k, v)
+        after.append(x)
+
+    assert flashtile.explain(layer, q).problem.options.softcap == 3.0
+    assert not after
+
+
 def test_the_call_after_an_explained_one_runs():
     want = flashtile.attention(q, k, v, softcap=7.0)
     flashtile.clear_caches()

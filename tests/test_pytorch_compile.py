@@ -294,8 +294,8 @@ class TestCompile:
         """What can be prepared is found by `id`, which PyTorch 2.11 does not trace for numbers."""
         decide = prepare.decide
 
-        def as_on_a_gpu(problem, *call):
-            return decide(problem, *call)._replace(device_type="cuda")
+        def as_on_a_gpu(call):
+            return decide(call)._replace(device_type="cuda")
 
         def pick(*call):
             raise AssertionError("called")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..score_mod import parsed, times_traced
 from . import dispatch
 from .layouts import Cached, Layout
 from .options import OPTIONS
-from .prepare import Description, Given, decide, this_thread
+from .prepare import Checked, Given, decide, instead_of_decide
 
 
 class Verdict(NamedTuple):
@@ -59,7 +59,18 @@ class Explanation(NamedTuple):
         return str(self)
 
 
-MASKS = ("attn_mask", "key_padding_mask")  # masks that become a bias or a block mask
+class _Stop(BaseException):
+    """Ends the function at its first call of attention. Not an Exception, so that the function does
+    not handle it.
+    """
+
+    def __init__(self, call: Checked) -> None:
+        super().__init__()
+        self.call = call
+
+
+def _stop(call: Checked) -> NoReturn:
+    raise _Stop(call)
 
 
 def explained(
@@ -72,21 +83,21 @@ def explained(
     """
     if torch.compiler.is_compiling():  # the graph ends here: `function` runs without a tracer
         return torch.compiler.disable(explained)(function, call, options)
-    before, this_thread.explains = this_thread.explains, True
+    token = instead_of_decide.set(_stop)
     try:
         with compiled_functions_run_eagerly():  # a graph would run the call and write its results
             function(*call, **options)
-    except Description as description:
-        return _explanation(description)
+    except _Stop as stop:
+        return _explanation(stop.call)
     finally:
-        this_thread.explains = before
+        instead_of_decide.reset(token)
     raise ValueError(f"explain: {function} makes no call of attention")
 
 
-def _explanation(call: Description) -> Explanation:
+def _explanation(call: Checked) -> Explanation:
     problem, chosen = call.problem, None
     try:
-        decided = decide(problem, call.operands, call.layout, call.backend)
+        decided = decide(call)
     except NotImplementedError:
         pass
     else:

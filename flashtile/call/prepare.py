@@ -6,11 +6,11 @@ explained.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,21 +43,14 @@ class Prepared(NamedTuple):
     forward: PreparedForward | None = None  # if an equal call has been made before
 
 
-class Description(BaseException):
-    """Stops a call before its backend is chosen, because `explain` asks about the call."""
+class Checked(NamedTuple):
+    """A call that has passed all checks, before the choice of its backend."""
 
-    # Not an Exception, so that no function between here and `explain` handles it.
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        layout: Layout,
-        given: Given,
-        backend: str | None,
-    ) -> None:
-        super().__init__()
-        self.problem, self.operands = problem, operands
-        self.layout, self.given, self.backend = layout, given, backend
+    problem: AttentionProblem
+    operands: Operands
+    layout: Layout
+    given: Given
+    backend: str | None  # the one that the caller names
 
 
 _MASKS = frozenset(("block_mask", "mask"))
@@ -65,13 +58,9 @@ _OPERANDS = {"cache_seqlens": "seqused_k", "cache_leftpad": "leftpad_k"}  # by t
 new_tuple = tuple.__new__  # of a named tuple, in half the time of its own function
 
 
-class ThisThread(threading.local):
-    """Whether `explain` asks about the calls of this thread."""
-
-    explains = False
-
-
-this_thread = ThisThread()
+# What gets a call instead of `decide`: `explain` sets it, and it does not return.
+instead_of_decide: ContextVar[Callable[[Checked], NoReturn] | None]
+instead_of_decide = ContextVar("instead_of_decide", default=None)
 
 
 def prepare(
@@ -100,9 +89,9 @@ def prepare(
     if not is_read:
         qkv, layout, given = read(qkv, layout, given)
     compiling = torch.compiler.is_compiling()
-    explains = not compiling and this_thread.explains
+    stop = None if compiling else instead_of_decide.get()
     key = None
-    if not (compiling or explains):
+    if not compiling and stop is None:
         arguments = _arguments(qkv, layout, given, backend, wants_probabilities)
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
@@ -116,9 +105,10 @@ def prepare(
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(wants_probabilities=wants_probabilities)
-    if explains:
-        raise Description(problem, operands, layout, given, backend)
-    problem = decide(problem, operands, layout, backend)
+    call = Checked(problem, operands, layout, given, backend)
+    if stop is not None:
+        stop(call)
+    problem = decide(call)
     if key is not None:  # a tracer, for which there is none, cannot follow `_pick`
         has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
         pick = _pick(operands, layout, given, arguments)
@@ -197,12 +187,11 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     return operands, with_derivative(options, operands)
 
 
-def decide(
-    problem: AttentionProblem, operands: Operands, layout: Layout, backend: str | None
-) -> AttentionProblem:
+def decide(call: Checked) -> AttentionProblem:
     """The problem with its backend; or the problem over packed sequences, if another backend runs
     that; or the problem of appending and attending at once, if the backend can do that.
     """
+    problem, operands, layout, _, backend = call
     options = problem.options._replace(backend=dispatch.select(problem, backend))
     problem = problem._replace(options=options)
     if not isinstance(layout, Cached):
