@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import autograd
 from .call import checks, shared_prefix
-from .call.append import append_and_attend
+from .call.cached import append_and_attend
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout

@@ -12,9 +12,10 @@ from ..eager import compiled_functions_run_eagerly
 from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
 from . import dispatch
+from .decide import Checked, decide
 from .layouts import Cached, Layout
 from .options import OPTIONS
-from .prepare import Checked, Given, decide, instead_of_decide
+from .prepare import Given, instead_of_decide
 
 
 class Verdict(NamedTuple):

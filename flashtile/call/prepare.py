@@ -22,9 +22,10 @@ from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
 from ..rng_state import draw_rng_state
 from ..spans import Spans
-from . import checks, decoding, dispatch, memo, prefill
+from . import checks, dispatch, memo
 from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
+from .decide import Checked, decide, is_one_call
 from .layouts import Cached, Dense, Layout, Packed
 from .options import NUMBERS, TENSORS
 from .score_function import CAPTURED, with_derivative, with_score_mod
@@ -41,16 +42,6 @@ class Prepared(NamedTuple):
     layout: Layout  # as given, but in the dtypes that autocast requires
     given: Given  # likewise
     forward: PreparedForward | None = None  # if an equal call has been made before
-
-
-class Checked(NamedTuple):
-    """A call that has passed all checks, before the choice of its backend."""
-
-    problem: AttentionProblem
-    operands: Operands
-    layout: Layout
-    given: Given
-    backend: str | None  # the one that the caller names
 
 
 _MASKS = frozenset(("block_mask", "mask"))
@@ -114,7 +105,7 @@ def prepare(
         pick = _pick(operands, layout, given, arguments)
         prepares = problem.device_type == "cuda" and pick is not None
         if isinstance(layout, Cached):
-            prepares = prepares and decoding.is_one_call(problem, layout)
+            prepares = prepares and is_one_call(problem, layout)
         forward = None
         if prepares:
             forward = PreparedForward(problem, dispatch.load(problem.options.backend))
@@ -185,19 +176,6 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     checks.extras(operands, M, N)
     checks.float8_forward_only(operands)
     return operands, with_derivative(options, operands)
-
-
-def decide(call: Checked) -> AttentionProblem:
-    """The problem with its backend; or the problem over packed sequences, if another backend runs
-    that; or the problem of appending and attending at once, if the backend can do that.
-    """
-    problem, operands, layout, _, backend = call
-    options = problem.options._replace(backend=dispatch.select(problem, backend))
-    problem = problem._replace(options=options)
-    if not isinstance(layout, Cached):
-        return problem
-    packed = prefill.packed_problem(problem, operands, backend)
-    return packed or decoding.appending_problem(problem, operands, layout) or problem
 
 
 def with_dropout_seed(
