@@ -302,7 +302,7 @@ class TestCompile:
 
         monkeypatch.setattr(prepare, "decide", as_on_a_gpu)
         monkeypatch.setattr(prepare, "_pick", pick)
-        monkeypatch.setattr(memo, "_decisions", {})
+        monkeypatch.setattr(memo, "decisions", {})
         function = getattr(flashtile, name)
         call = cache_call(5, "contiguous")
         if function is flashtile.attention:

@@ -32,7 +32,9 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
             backend = dispatch.load(problem.options.backend)
             return _attend(PreparedForward(problem, backend), operands, layout)
         problem = problem._replace(appending=None)
-    operands = absorb_operands(rotate_and_append(call), call.given.get("qv"))
+    operands, qv = rotate_and_append(call), call.given.get("qv")
+    if qv is not None:
+        operands = absorb_operands(operands, qv)
     return _attend_appended(problem, operands)
 
 

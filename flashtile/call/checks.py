@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -35,7 +35,8 @@ from .layouts import Cached, Packed
 
 # One tensor: its type, dtype, rank, shape and device.
 
-INDEX_DTYPES = (torch.int32, torch.int64)
+INDICES = (torch.int32, torch.int64)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (int, torch.SymInt)
 
 
@@ -72,12 +73,17 @@ def rank(name: str, x: Any, meaning: str) -> None:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted} dimensions ({meaning})")
 
 
+def of_dtypes(name: str, x: Any, q: Tensor, dtypes: tuple[torch.dtype, ...], wanted: Any) -> None:
+    """Raise unless `x` is a tensor of one of `dtypes`, as `wanted` says, on the device of `q`."""
+    tensor(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {wanted}")
+    same_device(name, x, q)
+
+
 def index_tensor(name: str, x: Any, like: Tensor) -> None:
     """Raise unless `x` is an int32 or int64 tensor on the device of `like`."""
-    tensor(name, x)
-    if x.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want torch.int32")
-    same_device(name, x, like)
+    of_dtypes(name, x, like, INDICES, torch.int32)
 
 
 def same_device(name: str, x: Tensor, like: Tensor) -> None:
@@ -94,15 +100,6 @@ def no_shared_elements(name: str, x: Tensor) -> None:
         raise ValueError(
             f"{name}: got strides {x.stride()}, want a tensor whose elements do not share memory"
         )
-
-
-def floating(name: str, x: Any, q: Tensor) -> None:
-    if x is None:
-        return
-    tensor(name, x)
-    if not x.is_floating_point() or x.dtype in FLOAT8:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want a floating dtype, float16 to float64")
-    same_device(name, x, q)
 
 
 def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
@@ -125,20 +122,15 @@ def is_readable(x: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta)
 
 
-def read_on_host(name: str, x: Tensor) -> Any:
-    """The values of `x` as Python numbers; the host waits for the GPU."""
-    if not is_readable(x):
+def as_python(name: str, x: Any) -> Any:
+    """The values of a tensor or NumPy object as Python numbers; any other object unchanged. For a
+    tensor on a GPU the host waits.
+    """
+    if isinstance(x, Tensor) and not is_readable(x):
         raise TypeError(
             f"{name}: got a tensor whose values cannot be read here (torch.compile, a fake or a "
             "meta tensor), want plain ints"
         )
-    return x.tolist()
-
-
-def as_python(name: str, x: Any) -> Any:
-    """The values of a tensor or NumPy object as Python numbers; any other object unchanged."""
-    if isinstance(x, Tensor):
-        return read_on_host(name, x)
     return x.tolist() if hasattr(x, "tolist") else x
 
 
@@ -162,8 +154,10 @@ def length(name: str, x: Any) -> Any:
     return x if isinstance(x, (int, torch.SymInt)) else int(x)
 
 
-def number(name: str, x: Any, wanted: str) -> Any:
-    """Check and return a finite real number."""
+def number(
+    name: str, x: Any, wanted: str, least: float = -math.inf, below: float = math.inf
+) -> Any:
+    """Check and return a finite real number of at least `least` and below `below`."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name}: got {type(x).__name__}, want {wanted}")
     try:
@@ -172,6 +166,8 @@ def number(name: str, x: Any, wanted: str) -> Any:
         value = math.inf
     if not -math.inf < value < math.inf:  # False for NaN as well
         raise ValueError(f"{name}: got {x}, want {wanted}")
+    if not least <= value < below:
+        raise ValueError(f"{name}: got {value}, want {wanted}")
     return value
 
 
@@ -216,11 +212,7 @@ def scale(name: str, x: Any) -> Any:
 
 def softcap(name: str, x: Any) -> Any:
     """Check and return a bound on the scores' magnitude; 0 or None is off."""
-    wanted = "a number >= 0 (0: off)"
-    bound = 0.0 if x is None else number(name, x, wanted)
-    if bound < 0:
-        raise ValueError(f"{name}: got {bound}, want {wanted}")
-    return bound
+    return 0.0 if x is None else number(name, x, "a number >= 0 (0: off)", least=0.0)
 
 
 def chunk(name: str, x: Any) -> Any:
@@ -230,11 +222,7 @@ def chunk(name: str, x: Any) -> Any:
 
 def probability(name: str, x: Any) -> Any:
     """Check and return a probability below 1."""
-    wanted = "a probability in [0, 1)"
-    p = number(name, x, wanted)
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"{name}: got {p}, want {wanted}")
-    return p
+    return number(name, x, "a probability in [0, 1)", least=0.0, below=1.0)
 
 
 _PAIR = "a pair (left, right) of ints, with -1 or None for an unbounded side"
@@ -251,18 +239,12 @@ def window(window_size: Any) -> Window:
     sides = as_python("window_size", window_size)
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ValueError(f"window_size: got {window_size!r}, want {_PAIR}")
-    left, right = (_side(side, window_size) for side in sides)
-    return Window(left, right)
-
-
-def _side(side: Any, window_size: Any) -> Any:
-    if side is None:
-        return None
-    if not isinstance(side, INTEGERS):
-        side = as_python("window_size", side)
-    if isinstance(side, bool) or not isinstance(side, INTEGERS):
+    integers = [x if isinstance(x, INTEGERS) else as_python("window_size", x) for x in sides]
+    if any(isinstance(x, bool) or not isinstance(x, (*INTEGERS, type(None))) for x in integers):
         raise TypeError(f"window_size: got {window_size!r}, want {_PAIR}")
-    return None if side == -1 and not isinstance(window_size, Window) else side
+    if not isinstance(window_size, Window):
+        integers = [None if x == -1 else x for x in integers]
+    return Window(*integers)
 
 
 def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> None:
@@ -274,11 +256,7 @@ def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> 
     if sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin}, want at least 0 multiprocessors")
     if scheduler_metadata is not None:
-        tensor("scheduler_metadata", scheduler_metadata)
-        if scheduler_metadata.dtype != torch.int32:
-            got = scheduler_metadata.dtype
-            raise TypeError(f"scheduler_metadata: got dtype {got}, want torch.int32")
-        same_device("scheduler_metadata", scheduler_metadata, q)
+        of_dtypes("scheduler_metadata", scheduler_metadata, q, (torch.int32,), torch.int32)
 
 
 # Queries, keys and values together: dense, packed or paged.
@@ -528,9 +506,8 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
                 f"{name}: got (heads, head_dim) {tuple(x.shape[-2:])}, want "
                 f"{tuple(row.shape[-2:])}, as in {name}_cache"
             )
-        if x.dtype != q.dtype:  # also the dtype of the cache, unless that is float8
-            raise TypeError(f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of q")
-        same_device(name, x, q)
+        # This is also the dtype of the cache, unless that is float8.
+        of_dtypes(name, x, q, (q.dtype,), f"{q.dtype}, the dtype of q")
         no_shared_elements(f"{name}_cache", row)
     assert k is not None and v is not None
     if k.shape[:-1] != v.shape[:-1]:
@@ -558,9 +535,7 @@ def _rotary(q: Tensor, layout: Cached, batch: int) -> None:
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         rank(name, x, "positions, rotary_dim / 2")
         assert x is not None
-        if not x.is_floating_point():
-            raise TypeError(f"{name}: got dtype {x.dtype}, want a floating dtype")
-        same_device(name, x, q)
+        of_dtypes(name, x, q, (*FLOATING, *FLOAT8), "a floating dtype")
     assert cos is not None and sin is not None
     shape("rotary_sin", sin, tuple(cos.shape), "the shape of rotary_cos")
     if cos.shape[0] < 1 or 2 * cos.shape[1] > q.shape[-1]:
@@ -573,60 +548,80 @@ def _rotary(q: Tensor, layout: Cached, batch: int) -> None:
 
 # Optional tensors: all except queries, keys and values.
 
+_FLOATING = "a floating dtype, float16 to float64"
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
-def extras(operands: Operands, M: int, N: int) -> None:
+
+def _is_table(shape: tuple[int, ...], _batch: int, heads: int) -> bool:
+    return len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
+
+
+# For each optional tensor of floating numbers: whether a shape fits batch and heads, and the shape.
+_SHAPES: dict[str, tuple[Callable[[tuple[int, ...], int, int], bool], str]] = {
+    "sink": (
+        lambda shape, _, heads: shape == (heads,),
+        "({heads},), one logit for each query head",
+    ),
+    "alibi_slopes": (
+        lambda shape, batch, heads: shape in ((heads,), (batch, heads)),
+        "({heads},) or ({batch}, {heads}): a slope for each query head, or for each batch and "
+        "query head",
+    ),
+    "relative_bias": (
+        _is_table,
+        "({heads}, 2 R + 1): for each query head, a number for each distance from -R to R",
+    ),
+}
+
+
+def optional_tensors(operands: Operands, M: int, N: int) -> None:
     """Check shapes, dtypes and devices of the optional tensors; `M`, `N`: the longest lengths."""
     q, k = operands.q, operands.k
     B, Hq, Hk = batch_size(operands), q.shape[-2], k.shape[-2]
     per_sequence("seqused_q", operands.seqused_q, q, B)
     per_sequence("seqused_k", operands.seqused_k, q, B)
-    floating("sink", operands.sink, q)
-    floating("alibi_slopes", operands.alibi_slopes, q)
-    if operands.sink is not None:
-        shape("sink", operands.sink, (Hq,), "one logit for each query head")
-    if operands.alibi_slopes is not None:
-        _alibi(operands.alibi_slopes, B, Hq)
-    if operands.relative_bias is not None:
-        _relative_bias(operands.relative_bias, q)
+    for name, (fits, wanted) in _SHAPES.items():
+        x = getattr(operands, name)
+        if x is None:
+            continue
+        of_dtypes(name, x, q, FLOATING, _FLOATING)
+        if not fits(tuple(x.shape), B, Hq):
+            wanted = wanted.format(batch=B, heads=Hq)
+            raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted}")
     if operands.bias is not None:
         broadcastable("bias", operands.bias, q, (B, Hq, M, N))
     if operands.tile_kinds is not None:
         block_mask_kinds(operands.tile_kinds, q, B)
-    _descales(operands, B, Hk, M, N)
+    for name in DESCALES:
+        x = getattr(operands, name)
+        if x is None:
+            continue
+        of_dtypes(name, x, q, FLOATING, _FLOATING)
+        scaled = q if name == "q_descale" else k
+        if scaled.dtype not in FLOAT8:
+            raise ValueError(
+                f"{name}: scales float8 inputs, but {name[0]} is {scaled.dtype}; multiply the "
+                "inputs instead"
+            )
+        if x.dim() == 3 and q.dtype in FLOAT8:
+            _block_descale(name, x, operands, B, M, N)
+        else:
+            shape(name, x, (B, Hk), "a scale for each batch and key head")
+    records = q.dtype in FLOAT8 and torch.is_grad_enabled()
+    if records and any(x is not None and x.requires_grad for x in operands[3:DIFFERENTIABLE]):
+        raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")
 
 
-def broadcastable(name: str, x: Any, q: Tensor, sizes: tuple[int, ...]) -> None:
-    """Check a floating tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
-    floating(name, x, q)
-    _broadcasts(name, x, sizes)
-
-
-def attn_mask(x: Any, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Check a bool or floating mask that broadcasts to `sizes`; return it with four dimensions."""
-    tensor("attn_mask", x)
-    if x.dtype != torch.bool and (not x.is_floating_point() or x.dtype in FLOAT8):
-        raise TypeError(
-            f"attn_mask: got dtype {x.dtype}, want torch.bool (True: the query sees the key) or a "
-            "floating dtype (added to the scores)"
-        )
-    same_device("attn_mask", x, q)
-    _broadcasts("attn_mask", x, sizes)
-    return x[(None,) * (4 - x.dim())]
-
-
-def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
-    """Check a bool tensor (batch, seq_k)."""
-    tensor("key_padding_mask", x)
-    if x.dtype != torch.bool:
-        raise TypeError(
-            f"key_padding_mask: got dtype {x.dtype}, want torch.bool, True for the keys that are "
-            "not padding"
-        )
-    same_device("key_padding_mask", x, q)
-    shape("key_padding_mask", x, sizes, "(batch, seq_k)")
-
-
-def _broadcasts(name: str, x: Tensor, sizes: tuple[int, ...]) -> None:
+def broadcastable(
+    name: str,
+    x: Any,
+    q: Tensor,
+    sizes: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] = FLOATING,
+    wanted: str = _FLOATING,
+) -> None:
+    """Check a tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
+    of_dtypes(name, x, q, dtypes, wanted)
     aligned = sizes[max(0, len(sizes) - x.dim()) :]
     if x.dim() > 4 or any(
         size not in (1, full) for size, full in zip(x.shape, aligned, strict=True)
@@ -637,38 +632,30 @@ def _broadcasts(name: str, x: Tensor, sizes: tuple[int, ...]) -> None:
         )
 
 
+def attn_mask(x: Any, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Check a bool or floating mask that broadcasts to `sizes`; return it with four dimensions."""
+    wanted = "torch.bool (True: the query sees the key) or a floating dtype (added to the scores)"
+    broadcastable("attn_mask", x, q, sizes, (torch.bool, *FLOATING), wanted)
+    return x[(None,) * (4 - x.dim())]
+
+
+def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
+    """Check a bool tensor (batch, seq_k)."""
+    wanted = "torch.bool, True for the keys that are not padding"
+    of_dtypes("key_padding_mask", x, q, (torch.bool,), wanted)
+    shape("key_padding_mask", x, sizes, "(batch, seq_k)")
+
+
 def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:
     """Check that qv has the shape of q with the head dim of v."""
-    if qv is None:
-        return
     tensor("qv", qv)
-    same_device("qv", qv, q)
     if q.dtype in FLOAT8 or v.dtype in FLOAT8:
         raise NotImplementedError(
             "qv: cannot be combined with float8, whose keys and values have separate scales; "
             "convert q, k, v and qv to bfloat16"
         )
-    if qv.dtype != q.dtype:
-        raise TypeError(f"qv: got dtype {qv.dtype}, want {q.dtype}, the dtype of q")
+    of_dtypes("qv", qv, q, (q.dtype,), f"{q.dtype}, the dtype of q")
     shape("qv", qv, (*q.shape[:-1], v.shape[-1]), "q's shape with v's head dim")
-
-
-def _alibi(slopes: Tensor, B: int, Hq: int) -> None:
-    if tuple(slopes.shape) not in ((Hq,), (B, Hq)):
-        raise ValueError(
-            f"alibi_slopes: got shape {shape_of(slopes)}, want ({Hq},) or ({B}, {Hq}): a slope for "
-            "each query head, or for each batch and query head"
-        )
-
-
-def _relative_bias(table: Tensor, q: Tensor) -> None:
-    floating("relative_bias", table, q)
-    heads = q.shape[-2]
-    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] % 2 == 0:
-        raise ValueError(
-            f"relative_bias: got shape {shape_of(table)}, want ({heads}, 2 R + 1): for each query "
-            "head, a number for each distance from -R to R"
-        )
 
 
 def block_mask_kinds(kinds: Tensor, q: Tensor, B: int) -> None:
@@ -722,24 +709,6 @@ def flex_mask_lengths(block_mask: Any, M: int, N: int) -> None:
         )
 
 
-def _descales(operands: Operands, B: int, Hk: int, M: int, N: int) -> None:
-    for name in ("q_descale", "k_descale", "v_descale"):
-        x = getattr(operands, name)
-        if x is None:
-            continue
-        floating(name, x, operands.q)
-        scaled = operands.q if name == "q_descale" else operands.k
-        if scaled.dtype not in FLOAT8:
-            raise ValueError(
-                f"{name}: scales float8 inputs, but {name[0]} is {scaled.dtype}; multiply the "
-                "inputs instead"
-            )
-        if x.dim() == 3 and operands.q.dtype in FLOAT8:
-            _block_descale(name, x, operands, B, M, N)
-        else:
-            shape(name, x, (B, Hk), "a scale for each batch and key head")
-
-
 def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: int) -> None:
     """Check a per-block scale; either all three tensors have per-block scales, or none."""
     of_queries = name == "q_descale"
@@ -752,20 +721,13 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
             f"{name}: got per-block scales with a left pad, which shifts the blocks; want a scale "
             "for each batch and key head"
         )
-    for other in ("q_descale", "k_descale", "v_descale"):
+    for other in DESCALES:
         y = getattr(operands, other)
         if y is None or y.dim() != 3:
             raise ValueError(
                 f"{other}: got {'None' if y is None else 'shape ' + shape_of(y)}, want per-block "
                 f"scales because {name} has them"
             )
-
-
-def float8_forward_only(operands: Operands) -> None:
-    """Raise if float8 inputs would need a backward, which they do not have."""
-    records = operands.q.dtype in FLOAT8 and torch.is_grad_enabled()
-    if records and any(x is not None and x.requires_grad for x in operands[3:DIFFERENTIABLE]):
-        raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")
 
 
 # Masks of other kinds, and the arguments that take them.
@@ -783,10 +745,7 @@ def spans(mask: Any, q: Tensor) -> None:
         advice = _ADVICE.get(type(mask), "")
         raise TypeError(f"mask: got {type(mask).__name__}, want flashtile.Spans{advice}")
     for name, x in zip(Spans._fields, mask, strict=True):
-        tensor(f"mask.{name}", x)
-        if x.dtype != torch.int32:
-            raise TypeError(f"mask.{name}: got dtype {x.dtype}, want torch.int32")
-        same_device(f"mask.{name}", x, q)
+        of_dtypes(f"mask.{name}", x, q, (torch.int32,), torch.int32)
         _spans_shape(f"mask.{name}", x, q)
     if mask.starts.shape != mask.stops.shape:
         raise ValueError(
@@ -820,27 +779,19 @@ def _spans_shape(name: str, x: Tensor, q: Tensor) -> None:
 
 def output(out: Any, operands: Operands) -> None:
     """Check the tensor to write the result to."""
-    if out is None:
-        return
     tensor("out", out)
     q = operands.q
     shape("out", out, (*q.shape[:-1], operands.v.shape[-1]), "q's shape with v's head dim")
-    same_device("out", out, q)
-    if out.dtype != output_dtype(q.dtype):
-        raise TypeError(f"out: got dtype {out.dtype}, want {output_dtype(q.dtype)}")
+    of_dtypes("out", out, q, (output_dtype(q.dtype),), output_dtype(q.dtype))
     no_shared_elements("out", out)
     _not_recording("out", (out, *operands[:DIFFERENTIABLE]))
 
 
-def workspace(operands: Operands, options: Options) -> None:
+def workspace(given: Any, operands: Operands, options: Options) -> None:
     """Check that a workspace consists of contiguous bytes and is large enough for the call."""
-    given, q = operands.workspace, operands.q
-    if given is None:
-        return
+    q = operands.q
     rank("workspace", given, "bytes")
-    if given.dtype != torch.uint8:
-        raise TypeError(f"workspace: got dtype {given.dtype}, want torch.uint8")
-    same_device("workspace", given, q)
+    of_dtypes("workspace", given, q, (torch.uint8,), torch.uint8)
     _not_recording("workspace", operands[:DIFFERENTIABLE])
     if torch.compiler.is_compiling():  # a tracer knows neither the offset nor the GPU
         return
@@ -885,13 +836,9 @@ def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any)
     return max(cu_seqlens.diff().tolist(), default=0)
 
 
-def _asked() -> str:
-    return os.environ.get("FLASHTILE_CHECK", "")
-
-
 def checks_values_on_gpu() -> bool:
     """Whether `checking_values` can be true of tensors on a GPU."""
-    return _asked() not in ("", "0")
+    return os.environ.get("FLASHTILE_CHECK", "") not in ("", "0")
 
 
 def checking_values(given: Iterable[Any]) -> bool:
@@ -903,7 +850,7 @@ def checking_values(given: Iterable[Any]) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    asked = _asked()
+    asked = os.environ.get("FLASHTILE_CHECK", "")
     if asked == "0" or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
@@ -926,7 +873,7 @@ def values(operands: Operands, options: Options) -> None:
             packed_lengths(side, cu_seqlens, used, x.shape[0], longest)
         elif used is not None:
             used_lengths(f"seqused_{side}", used, [longest] * used.shape[0])
-    for name in ("q_descale", "k_descale", "v_descale"):
+    for name in DESCALES:
         x = getattr(operands, name)
         if x is not None and not bool(((x > 0) & x.isfinite()).all()):
             raise ValueError(

@@ -64,10 +64,10 @@ def as_packed(
     return PackedCall((q, k, v), qv, Packed(cu_seqlens_q, cu_seqlens_k, M, N, page_table), padded)
 
 
-def packed_mask(mask: Any, q: Any) -> Spans | None:
+def packed_mask(mask: Spans, q: Any) -> Spans:
     """The mask of padded queries (batch, seq_q, heads, head_dim), for the same queries packed."""
     checks.spans(mask, q)
-    return None if mask is None else mask.pack(q.shape[0])
+    return mask.pack(q.shape[0])
 
 
 def starts(batch: int, length: int, device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ def prepare(
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
         key = memo.key_of((type(layout), *given), arguments, with_strides=is_cached)
-        decision = memo.get(key)
+        decision = None if key is None else memo.decisions.get(key)
         if decision is not None:
             return _decided(decision, arguments, qkv, layout, given, out)
     operands, options = describe(qkv, layout, given)
@@ -109,7 +109,7 @@ def prepare(
         forward = None
         if prepares:
             forward = PreparedForward(problem, dispatch.load(problem.options.backend))
-        memo.put(key, memo.Decision(problem, has_extras, pick, forward))
+        memo.decisions[key] = memo.Decision(problem, has_extras, pick, forward)
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
@@ -131,8 +131,9 @@ def _decided(
         operands = new_tuple(Operands, pick((*arguments, None)))
     else:
         operands = _operands(qkv, layout, given)
-        if not isinstance(layout, Cached):
-            operands = absorb_operands(operands, given.get("qv"))
+        qv = given.get("qv")
+        if qv is not None and not isinstance(layout, Cached):
+            operands = absorb_operands(operands, qv)
     is_on_gpu = problem.device_type == "cuda"
     checks_values = has_extras and not (is_on_gpu and not checks.checks_values_on_gpu())
     if checks_values or out is not None or operands.workspace is not None:
@@ -150,7 +151,6 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     qv = given.get("qv")
     if isinstance(layout, Dense):
         checks.dense(q, k, v)
-        checks.flex_mask_lengths(given.get("block_mask"), q.shape[1], k.shape[1])
     elif isinstance(layout, Packed):
         checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
         batch = layout.cu_seqlens_q.shape[0] - 1
@@ -160,21 +160,27 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
             layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
     else:
         checks.cached(q, k, v, layout)
-    checks.absorbed(qv, q, v)
+    if qv is not None:
+        checks.absorbed(qv, q, v)
     metadata = given.get("scheduler_metadata")
     checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
     M, N = layout.longest(q, k)
-    block_mask = _block_mask(given.get("block_mask"))
     checks.spans(given.get("mask"), q)
+    block_mask = given.get("block_mask")
     if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            checks.flex_mask(block_mask)
+            if isinstance(layout, Dense):
+                checks.flex_mask_lengths(block_mask, M, N)
+            block_mask = BlockMask.from_flex(block_mask)
         checks.block_mask_lengths(block_mask, M, N)
         given = {**given, "block_mask": block_mask}
     operands = _operands(qkv, layout, given)
-    absorb = described_operands if isinstance(layout, Cached) else absorb_operands
-    operands = absorb(operands, qv)
+    if qv is not None:
+        absorb = described_operands if isinstance(layout, Cached) else absorb_operands
+        operands = absorb(operands, qv)
     options = _numbers(given, operands.q.shape[-1], M, N)
-    checks.extras(operands, M, N)
-    checks.float8_forward_only(operands)
+    checks.optional_tensors(operands, M, N)
     return operands, with_derivative(options, operands)
 
 
@@ -321,8 +327,10 @@ def _check_memory_and_values(
     layout: Layout, operands: Operands, options: Options, out: Tensor | None, given: Given
 ) -> None:
     """The checks that every call must pass, even if an equal call has passed them."""
-    checks.output(out, operands)
-    checks.workspace(operands, options)
+    if out is not None:
+        checks.output(out, operands)
+    if operands.workspace is not None:
+        checks.workspace(operands.workspace, operands, options)
     # Only the tensors of a cached layout are not all operands.
     tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
     if not checks.checking_values(tensors):
@@ -352,11 +360,3 @@ def _tiles(mask: BlockMask) -> dict[str, Tensor]:
         "partial_index": mask.partial_index,
         "partial_tiles": mask.partial_tiles,
     }
-
-
-def _block_mask(given: Any) -> BlockMask | None:
-    """A block mask, converted if it is FlexAttention's."""
-    if given is None or isinstance(given, BlockMask):
-        return given
-    checks.flex_mask(given)
-    return BlockMask.from_flex(given)
