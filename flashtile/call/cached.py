@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -98,7 +96,14 @@ def rotate_and_append(call: Prepared) -> Operands:
     if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
         descales = (None, None)  # the new tokens need no conversion
     where = (layout.cu_seqlens_k_new, operands.page_table, operands.cache_batch_idx)
-    append_only, append_rotated = _ops(operands, layout)
+    # The two ops or, where nobody would see them, their functions.
+    if _is_observed((*operands, k, v)):
+        append_only = torch.ops.flashtile.kvcache_append
+        append_rotated = torch.ops.flashtile.kvcache_rotate_append
+    elif k_cache.is_cuda:
+        append_only, append_rotated = op.append_on_gpu, op.rotate_and_append_on_gpu
+    else:
+        append_only, append_rotated = formula.append, formula.rotate_and_append
     cos, sin = layout.rotary_cos, layout.rotary_sin
     if cos is None or sin is None:
         used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
@@ -109,16 +114,6 @@ def rotate_and_append(call: Prepared) -> Operands:
         *where, *descales, layout.rotary_interleaved, bool(options.facts),
     )  # fmt: skip
     return operands._replace(q=q, seqused_k=used)
-
-
-def _ops(operands: Operands, layout: Cached) -> tuple[Any, Any]:
-    """The two ops or, where nobody would see them, their functions."""
-    if _is_observed((*operands, layout.k_new, layout.v_new)):
-        ops = torch.ops.flashtile
-        return ops.kvcache_append, ops.kvcache_rotate_append
-    if operands.k.is_cuda:
-        return op.append_on_gpu, op.rotate_and_append_on_gpu
-    return formula.append, formula.rotate_and_append
 
 
 def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -428,28 +428,15 @@ def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
     if (layout.k_new is None) != (layout.v_new is None):
         missing, given = ("k", "v") if layout.k_new is None else ("v", "k")
         raise ValueError(f"{missing}: got None with {given} given, want both or neither")
-    _queries(q, k_cache, v_cache, layout)
-    batch = layout.batch(q)
-    _rows(q, k_cache, layout, batch)
-    _lengths(k_cache, layout, batch)
-    if layout.k_new is not None:
-        _new_tokens(q, k_cache, v_cache, layout, batch)
-    _rotary(q, layout, batch)
-
-
-def _queries(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
-    packed = layout.cu_seqlens_q is not None
-    of_queries = "total_q, heads, head_dim" if packed else "batch, seq_q, heads, head_dim"
+    is_packed = layout.cu_seqlens_q is not None
+    of_queries = "total_q, heads, head_dim" if is_packed else "batch, seq_q, heads, head_dim"
     of_keys = "cache_rows, capacity, kv_heads, head_dim" if layout.page_table is None else PAGES
     names = "q k_cache v_cache"
     qkv(q, k_cache, v_cache, of_queries, of_keys, names, takes_float8_keys=True)
-    if packed:
+    if is_packed:
         cumulative("cu_seqlens_q", layout.cu_seqlens_q, q)
         length("max_seqlen_q", layout.max_seqlen_q)
-
-
-def _rows(q: Tensor, k_cache: Tensor, layout: Cached, batch: int) -> None:
-    rows = layout.cache_batch_idx
+    batch, rows = layout.batch(q), layout.cache_batch_idx
     per_sequence("cache_batch_idx", rows, q, batch)
     per_sequence("cache_leftpad", layout.cache_leftpad, q, batch)
     if layout.page_table is not None:
@@ -461,22 +448,20 @@ def _rows(q: Tensor, k_cache: Tensor, layout: Cached, batch: int) -> None:
             f"k_cache: got {k_cache.shape[0]} rows, want {batch}, the batch of q; or pass "
             "cache_batch_idx to choose rows"
         )
-
-
-def _lengths(k_cache: Tensor, layout: Cached, batch: int) -> None:
-    lengths, new = layout.cache_seqlens, layout.k_new
-    if lengths is None:
-        if new is not None:
-            raise ValueError(
-                "cache_seqlens: got None, want the position to append k and v at, an int or "
-                "(batch,) int32"
-            )
-    elif isinstance(lengths, Tensor) and lengths.dim() > 0:
+    lengths = layout.cache_seqlens
+    if lengths is None and layout.k_new is not None:
+        raise ValueError(
+            "cache_seqlens: got None, want the position to append k and v at, an int or "
+            "(batch,) int32"
+        )
+    if isinstance(lengths, Tensor) and lengths.dim() > 0:
         per_sequence("cache_seqlens", lengths, k_cache, batch)
     elif isinstance(lengths, Tensor):
         index_tensor("cache_seqlens", lengths, k_cache)
-    else:
-        length_on_host(k_cache, layout)
+    length_on_host(k_cache, layout)
+    if layout.k_new is not None:
+        _new_tokens(q, k_cache, v_cache, layout, batch)
+    _rotary(q, layout, batch)
 
 
 def length_on_host(k_cache: Tensor, layout: Cached) -> None:
@@ -744,33 +729,27 @@ def spans(mask: Any, q: Tensor) -> None:
     if not isinstance(mask, Spans):
         advice = _ADVICE.get(type(mask), "")
         raise TypeError(f"mask: got {type(mask).__name__}, want flashtile.Spans{advice}")
+    is_packed = q.dim() == 3
+    batch, rows, heads = 1 if is_packed else q.shape[0], q.shape[-3], q.shape[-2]
     for name, x in zip(Spans._fields, mask, strict=True):
         of_dtypes(f"mask.{name}", x, q, (torch.int32,), torch.int32)
-        _spans_shape(f"mask.{name}", x, q)
+        if (
+            x.dim() != 4
+            or x.shape[0] not in (1, batch)
+            or x.shape[1] not in (1, heads)
+            or x.shape[2] != rows
+            or not 1 <= x.shape[3] <= MAX_INTERVALS
+        ):
+            first = "1" if is_packed else f"1 or {batch}"
+            names = "1, heads or 1, total_q" if is_packed else "batch or 1, heads or 1, seq_q"
+            raise ValueError(
+                f"mask.{name}: got shape {shape_of(x)}, want ({first}, 1 or {heads}, {rows}, 1 to "
+                f"{MAX_INTERVALS}): ({names}, intervals)"
+            )
     if mask.starts.shape != mask.stops.shape:
         raise ValueError(
             f"mask: got starts of shape {shape_of(mask.starts)} and stops of shape "
             f"{shape_of(mask.stops)}, want the same shape"
-        )
-
-
-def _spans_shape(name: str, x: Tensor, q: Tensor) -> None:
-    """Raise unless `x` has a row for each query, and one to eight intervals in each row."""
-    is_packed = q.dim() == 3
-    heads, rows = q.shape[-2], q.shape[-3]
-    batch = 1 if is_packed else q.shape[0]
-    if (
-        x.dim() != 4
-        or x.shape[0] not in (1, batch)
-        or x.shape[1] not in (1, heads)
-        or x.shape[2] != rows
-        or not 1 <= x.shape[3] <= MAX_INTERVALS
-    ):
-        first = "1" if is_packed else f"1 or {batch}"
-        names = "1, heads or 1, total_q" if is_packed else "batch or 1, heads or 1, seq_q"
-        raise ValueError(
-            f"{name}: got shape {shape_of(x)}, want ({first}, 1 or {heads}, {rows}, 1 to "
-            f"{MAX_INTERVALS}): ({names}, intervals)"
         )
 
 
@@ -882,10 +861,21 @@ def values(operands: Operands, options: Options) -> None:
             )
     if operands.cache_batch_idx is not None:
         within("cache_batch_idx", operands.cache_batch_idx, operands.k.shape[0])
+    table, k, used = operands.page_table, operands.k, operands.seqused_k
     if operands.leftpad_k is not None:
-        _left_pads(operands.leftpad_k, operands)
-    if operands.page_table is not None:
-        _page_values(operands)
+        if used is None:
+            assert operands.cu_seqlens_k is not None
+            used = operands.cu_seqlens_k.diff()
+        pads, lengths = operands.leftpad_k.tolist(), used.tolist()
+        if any(not 0 <= pad <= n for pad, n in zip(pads, lengths, strict=True)):
+            raise ValueError(
+                f"cache_leftpad (leftpad_k): got {pads}, want between 0 and the lengths {lengths}"
+            )
+    if table is not None:
+        assert used is not None
+        pages_used = (used + k.shape[1] - 1) // k.shape[1]
+        slots = torch.arange(table.shape[1], device=table.device)
+        within("page_table (block_table)", table[slots < pages_used[:, None]], k.shape[0])
 
 
 def within(name: str, x: Tensor, size: int) -> None:
@@ -902,26 +892,6 @@ def page_lengths(layout: Packed, k: Tensor, used: Tensor | None) -> None:
     counts = packed_lengths("k", layout.cu_seqlens_k, used, None, layout.max_seqlen_k)
     name = "cu_seqlens_k" if used is None else "seqused_k"
     lengths_in_pages(name, counts, layout.page_table, k.shape[1])
-
-
-def _left_pads(leftpad: Tensor, operands: Operands) -> None:
-    used = operands.seqused_k
-    if used is None:
-        assert operands.cu_seqlens_k is not None
-        used = operands.cu_seqlens_k.diff()
-    pads, lengths = leftpad.tolist(), used.tolist()
-    if any(not 0 <= pad <= n for pad, n in zip(pads, lengths, strict=True)):
-        raise ValueError(
-            f"cache_leftpad (leftpad_k): got {pads}, want between 0 and the lengths {lengths}"
-        )
-
-
-def _page_values(operands: Operands) -> None:
-    table, k = operands.page_table, operands.k
-    assert table is not None and operands.seqused_k is not None
-    pages_used = (operands.seqused_k + k.shape[1] - 1) // k.shape[1]
-    slots = torch.arange(table.shape[1], device=table.device)
-    within("page_table (block_table)", table[slots < pages_used[:, None]], k.shape[0])
 
 
 def lengths_in_pages(name: str, lengths: list[int], page_table: Tensor, page_size: int) -> None:

@@ -106,8 +106,9 @@ def _explanation(call: Checked) -> Explanation:
         problem = decided._replace(options=problem.options)
     verdicts = []
     for name in dispatch.ORDER:
-        reasons = dispatch.unsupported_reasons(name, problem)
-        plan = "" if reasons else dispatch.load(name).describe_plan(problem)
+        backend = dispatch.load(name)
+        reasons = backend.unsupported_reasons(problem)
+        plan = "" if reasons else backend.describe_plan(problem)
         verdicts.append(Verdict(name, reasons, plan))
     return Explanation(
         problem,

@@ -82,9 +82,10 @@ def _attend_to_prefix(
             given[name] = given[name][:1]
     if given.get("qv") is not None:
         given["qv"] = _as_one_sequence(given["qv"])
-    positions = _positions(operands, call)
-    if _hides_keys_of_the_prefix(call.problem.options):
-        given["mask"] = _spans(positions, call.problem.options, prefix_len)
+    positions, options = _positions(operands, call), call.problem.options
+    if options.window_left is not None or (options.window_right or 0) < 0:
+        # The window may leave out keys of the prefix.
+        given["mask"] = _spans(positions, options, prefix_len)
     slopes = operands.alibi_slopes
     if slopes is not None:
         slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
@@ -114,11 +115,6 @@ def _positions(operands: Operands, call: Prepared) -> Tensor:
     row, ends = torch.arange(q.shape[0], device=q.device), layout.cu_seqlens_q[1:]
     sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
     return lengths[sequence] - ends[sequence] + row
-
-
-def _hides_keys_of_the_prefix(options: Options) -> bool:
-    """Whether a window may leave out keys of the prefix."""
-    return options.window_left is not None or (options.window_right or 0) < 0
 
 
 def _spans(positions: Tensor, options: Options, prefix_len: int) -> Spans:
