@@ -16,7 +16,7 @@ from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
-from .call.packing import as_batch, as_packed, packed_mask, tokens
+from .call.packing import as_batch, as_packed, tokens
 from .call.prepare import QKV, Given, prepare, with_dropout_seed
 from .call.score_function import outside_of_graphs
 from .gpu import workspace
@@ -190,8 +190,10 @@ def attention_varlen(
     qkv, qv, layout, padded = as_packed(q, k, v, options.get("qv"), *lengths, page_table)
     if padded is not None and qv is not None:
         options = {**options, "qv": qv}
-    if padded is not None and options.get("mask") is not None:
-        options = {**options, "mask": packed_mask(options["mask"], q)}
+    mask = options.get("mask")
+    if padded is not None and mask is not None:
+        checks.spans(mask, q)
+        options = {**options, "mask": mask.pack(q.shape[0])}
     outputs = (return_lse, return_attn_probs, out)
     return _run(qkv, layout, options, backend, *outputs, padded, generator)
 
@@ -357,13 +359,7 @@ def explain(*call: Any, **options: Any) -> Explanation:
     return explained(function, call, options)
 
 
-_LAYOUT_OF_PACKED = {
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "page_table",
-}
+_LAYOUT_OF_PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table"}
 
 
 def workspace_size(

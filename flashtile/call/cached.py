@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -96,7 +98,8 @@ def rotate_and_append(call: Prepared) -> Operands:
     if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
         descales = (None, None)  # the new tokens need no conversion
     where = (layout.cu_seqlens_k_new, operands.page_table, operands.cache_batch_idx)
-    # The two ops or, where nobody would see them, their functions.
+    append_only: Any  # the two ops or, where nobody would see them, their functions
+    append_rotated: Any
     if _is_observed((*operands, k, v)):
         append_only = torch.ops.flashtile.kvcache_append
         append_rotated = torch.ops.flashtile.kvcache_rotate_append

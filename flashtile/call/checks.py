@@ -239,7 +239,9 @@ def window(window_size: Any) -> Window:
     sides = as_python("window_size", window_size)
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ValueError(f"window_size: got {window_size!r}, want {_PAIR}")
-    integers = [x if isinstance(x, INTEGERS) else as_python("window_size", x) for x in sides]
+    integers: list[Any] = [
+        x if isinstance(x, INTEGERS) else as_python("window_size", x) for x in sides
+    ]
     if any(isinstance(x, bool) or not isinstance(x, (*INTEGERS, type(None))) for x in integers):
         raise TypeError(f"window_size: got {window_size!r}, want {_PAIR}")
     if not isinstance(window_size, Window):
@@ -261,8 +263,7 @@ def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> 
 
 # Queries, keys and values together: dense, packed or paged.
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8[:1])
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (*FLOATING, torch.float8_e4m3fn)
 DEVICES = ("cpu", "cuda", "meta")  # meta tensors: only sizes and dtypes are computed
 PAGES = "num_pages, page_size, kv_heads, head_dim"
 
@@ -290,7 +291,7 @@ def qkv(
         if x.dtype not in DTYPES:
             wanted = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(f"{name}: got dtype {x.dtype}, want one of {wanted}")
-        mixed = takes_float8_keys and x is not q and q.dtype in HALF_DTYPES
+        mixed = takes_float8_keys and x is not q and q.dtype in (torch.float16, torch.bfloat16)
         if x.dtype != q.dtype and not (mixed and x.dtype == torch.float8_e4m3fn):
             also = " (or float8_e4m3fn for both caches)" if mixed else ""
             raise TypeError(

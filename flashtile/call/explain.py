@@ -61,13 +61,9 @@ class Explanation(NamedTuple):
 
 
 class _Stop(BaseException):
-    """Ends the function at its first call of attention. Not an Exception, so that the function does
-    not handle it.
+    """Ends a function at its first call of attention, which is its argument. Not an Exception, so
+    that the function does not handle it.
     """
-
-    def __init__(self, call: Checked) -> None:
-        super().__init__()
-        self.call = call
 
 
 def _stop(call: Checked) -> NoReturn:
@@ -89,7 +85,7 @@ def explained(
         with compiled_functions_run_eagerly():  # a graph would run the call and write its results
             function(*call, **options)
     except _Stop as stop:
-        return _explanation(stop.call)
+        return _explanation(*stop.args)
     finally:
         instead_of_decide.reset(token)
     raise ValueError(f"explain: {function} makes no call of attention")

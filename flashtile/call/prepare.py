@@ -299,8 +299,9 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
     tensors |= {name: given[name] for name in CAPTURED if given.get(name) is not None}
     if not tensors:
         return operands
-    if "bias" in tensors:
-        tensors["bias"] = _four_dimensional(tensors["bias"])
+    bias = tensors.get("bias")
+    if isinstance(bias, Tensor) and bias.dim() < 4:  # add dimensions, as broadcasting would
+        tensors["bias"] = bias[(None,) * (4 - bias.dim())]
     if "seqused_k" in tensors and operands.seqused_k is not None:  # packed sequences in pages
         tensors["seqused_k"] = torch.minimum(tensors["seqused_k"], operands.seqused_k)
     return operands._replace(**tensors)
@@ -344,13 +345,6 @@ def _check_memory_and_values(
         if has_more and layout.k_new is not None and operands.seqused_k is not None:
             operands = operands._replace(seqused_k=operands.seqused_k + layout.added)
     checks.values(operands, options)
-
-
-def _four_dimensional(bias: Any) -> Any:
-    """Add leading dimensions of size 1 to a bias, as broadcasting would."""
-    if not isinstance(bias, Tensor) or bias.dim() >= 4:
-        return bias
-    return bias[(None,) * (4 - bias.dim())]
 
 
 def _tiles(mask: BlockMask) -> dict[str, Tensor]:
