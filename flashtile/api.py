@@ -282,21 +282,9 @@ def attention_with_kvcache(
     Source: FlashAttention-2's ``flash_attn_with_kvcache`` and FlashAttention-3's additions to it.
     """
     refuse_unknown(options, CacheOptions, attention_with_kvcache)
-    layout = Cached(
-        cache_seqlens,
-        page_table,
-        cache_batch_idx,
-        cache_leftpad,
-        cu_seqlens_q,
-        max_seqlen_q,
-        k,
-        v,
-        cu_seqlens_k_new,
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        rotary_seqlens,
-    )
+    rows = (cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    layout = Cached(*rows, cu_seqlens_q, max_seqlen_q, k, v, cu_seqlens_k_new, *rotary)
     qkv = (q, k_cache, v_cache)
     return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
 

@@ -98,10 +98,3 @@ def appending_problem(
     )
     described = problem._replace(appending=appending)
     return described if appender is not None and appender.appends(described) else None
-
-
-def is_one_call(problem: AttentionProblem, layout: Cached) -> bool:
-    """Whether the backend's forward gets the tensors of the cached call as they are: nothing is
-    appended before it, and its keys stay where they are.
-    """
-    return problem.layout != "packed" and (layout.k_new is None or problem.appending is not None)

@@ -25,7 +25,7 @@ from ..spans import Spans
 from . import checks, dispatch, memo
 from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
-from .decide import Checked, decide, is_one_call
+from .decide import Checked, decide
 from .layouts import Cached, Dense, Layout, Packed
 from .options import NUMBERS, TENSORS
 from .score_function import CAPTURED, with_derivative, with_score_mod
@@ -105,7 +105,9 @@ def prepare(
         pick = _pick(operands, layout, given, arguments)
         prepares = problem.device_type == "cuda" and pick is not None
         if isinstance(layout, Cached):
-            prepares = prepares and is_one_call(problem, layout)
+            # Nothing is appended before the forward, and the keys stay where they are.
+            appends_in_it = layout.k_new is None or problem.appending is not None
+            prepares = prepares and appends_in_it and problem.layout != "packed"
         forward = None
         if prepares:
             forward = PreparedForward(problem, dispatch.load(problem.options.backend))
