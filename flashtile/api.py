@@ -11,12 +11,12 @@ from torch import Tensor
 
 from . import autograd
 from .call import checks, shared_prefix
-from .call.append import append_and_attend
+from .call.cached import append_and_attend
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
-from .call.packing import as_batch, as_packed, packed_mask, tokens
+from .call.packing import as_batch, as_packed, tokens
 from .call.prepare import QKV, Given, prepare, with_dropout_seed
 from .call.score_function import outside_of_graphs
 from .gpu import workspace
@@ -190,8 +190,10 @@ def attention_varlen(
     qkv, qv, layout, padded = as_packed(q, k, v, options.get("qv"), *lengths, page_table)
     if padded is not None and qv is not None:
         options = {**options, "qv": qv}
-    if padded is not None and options.get("mask") is not None:
-        options = {**options, "mask": packed_mask(options["mask"], q)}
+    mask = options.get("mask")
+    if padded is not None and mask is not None:
+        checks.spans(mask, q)
+        options = {**options, "mask": mask.pack(q.shape[0])}
     outputs = (return_lse, return_attn_probs, out)
     return _run(qkv, layout, options, backend, *outputs, padded, generator)
 
@@ -280,21 +282,9 @@ def attention_with_kvcache(
     Source: FlashAttention-2's ``flash_attn_with_kvcache`` and FlashAttention-3's additions to it.
     """
     refuse_unknown(options, CacheOptions, attention_with_kvcache)
-    layout = Cached(
-        cache_seqlens,
-        page_table,
-        cache_batch_idx,
-        cache_leftpad,
-        cu_seqlens_q,
-        max_seqlen_q,
-        k,
-        v,
-        cu_seqlens_k_new,
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        rotary_seqlens,
-    )
+    rows = (cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    layout = Cached(*rows, cu_seqlens_q, max_seqlen_q, k, v, cu_seqlens_k_new, *rotary)
     qkv = (q, k_cache, v_cache)
     return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
 
@@ -357,13 +347,7 @@ def explain(*call: Any, **options: Any) -> Explanation:
     return explained(function, call, options)
 
 
-_LAYOUT_OF_PACKED = {
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "page_table",
-}
+_LAYOUT_OF_PACKED = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table"}
 
 
 def workspace_size(

@@ -108,8 +108,13 @@ def attend(
         or transforms
         or operands.q.is_meta
         or _is_observed(seen)
-        # PyTorch's own operations, of which the CPU backend consists, see to the signs.
-        or (problem.device_type == "cuda" and any(map(is_negated, seen[:DIFFERENTIABLE])))
+        # Memory that holds numbers with the opposite sign, as that of the imaginary part of a
+        # conjugate does, of which an op gets a copy. PyTorch's own operations, of which the CPU
+        # backend consists, see to the signs.
+        or (
+            problem.device_type == "cuda"
+            and any(x is not None and x.is_neg() for x in seen[:DIFFERENTIABLE])
+        )
     ):
         options = problem.options
         if transforms or problem.needs_grad:
@@ -152,13 +157,6 @@ is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 def is_batched(x: Tensor | None) -> bool:
     """`is_legacy_batched`; False for None."""
     return x is not None and is_legacy_batched(x)
-
-
-def is_negated(x: Tensor | None) -> bool:
-    """Whether the memory of `x` holds its numbers with the opposite sign, as that of the imaginary
-    part of a conjugate does. An op gets a copy with the right signs.
-    """
-    return x is not None and x.is_neg()
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
@@ -243,11 +241,6 @@ def _run_backward(
         return backend.backward(problem, operands, out, lse, dout, dlse)
 
 
-def _run_probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    with autocast_off(operands.q):
-        return backends.load(problem.options.backend).probabilities(problem, operands, lse)
-
-
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)
@@ -273,7 +266,8 @@ def _backward(
 def _probabilities(*args: Any) -> Tensor:
     operands, lse, options = Operands(*args[:_INPUTS]), args[_INPUTS], Options(*args[_INPUTS + 1 :])
     problem = AttentionProblem.of(operands, options)
-    return _run_probabilities(problem, operands, lse)
+    with autocast_off(operands.q):
+        return backends.load(options.backend).probabilities(problem, operands, lse)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:

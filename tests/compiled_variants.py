@@ -51,7 +51,7 @@ def run(call: Call) -> None:
     operands, options = call
     problem = AttentionProblem.of(operands, options)
     for name in BACKENDS:
-        if not dispatch.unsupported_reasons(name, problem):
+        if not dispatch.load(name).unsupported_reasons(problem):
             out, lse = load(name).forward(problem, operands)
             load(name).backward(problem, operands, out, lse, torch.ones_like(out), None)
 

@@ -77,7 +77,7 @@ def test_another_thread_may_use_a_memo_at_any_time(ours, other):
 
 def test_calls_go_on_after_the_caches_are_emptied():
     q, k, v = torch.randn(3, 1, 5, 2, 8)
-    decided = memo._decisions._cell.cache_info
+    decided = memo.decisions._cell.cache_info
     out = flashtile.attention(q, k, v, causal=True)
     assert decided().currsize > 0
     flashtile.clear_caches()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call import prefill
+from flashtile.call import decide
 from flashtile.testing import cu_seqlens
 
 q, k, v = (torch.randn(2, 5, heads, 8) for heads in (4, 2, 2))
@@ -38,8 +38,8 @@ def test_a_cached_call_without_new_tokens_has_no_steps():
 @pytest.mark.parametrize("paged", [True, False])
 def test_prefill_is_explained_as_the_packed_call_that_runs(paged, monkeypatch):
     """Where another backend takes packed sequences, which the decision then names."""
-    monkeypatch.setattr(prefill, "FEWEST_QUERIES", 1)
-    monkeypatch.setattr(prefill.dispatch, "select", chosen_by_layout)
+    monkeypatch.setattr(decide, "FEWEST_QUERIES", 1)
+    monkeypatch.setattr(decide.dispatch, "select", chosen_by_layout)
     cache = dict(CACHE)
     if not paged:
         del cache["page_table"]
@@ -73,6 +73,20 @@ def test_functions_that_pass_a_call_on():
         return flashtile.attention(x, k, v, softcap=2.0) + 1
 
     assert flashtile.explain(layer, q).problem.options.softcap == 2.0
+
+
+def test_a_function_that_handles_every_error_ends_at_its_first_call():
+    after = []
+
+    def layer(x: torch.Tensor) -> None:
+        try:
+            flashtile.attention(x, k, v, softcap=3.0)
+        except Exception:
+            flashtile.attention(x, k, v)
+        after.append(x)
+
+    assert flashtile.explain(layer, q).problem.options.softcap == 3.0
+    assert not after
 
 
 def test_the_call_after_an_explained_one_runs():

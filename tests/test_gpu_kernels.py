@@ -101,7 +101,7 @@ def test_a_prompt_in_pieces(storage, seed, monkeypatch):
         call["page_table"] = table.cuda()
     args = (q, *(x.cuda() for x in caches))
     decisions = {}
-    monkeypatch.setattr(memo, "_decisions", decisions)
+    monkeypatch.setattr(memo, "decisions", decisions)
     wanted = flashtile.attention_with_kvcache(*args, **call, backend="triton").float()
     for _ in range(2):
         got = flashtile.attention_with_kvcache(*args, **call).float()

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "flashtile"
 
 # From top to bottom. Units of one line do not import each other. A unit is a module or a folder.
-# Parts of a folder can be listed by themselves, such as "call.checks". "" is the package itself,
+# Parts of a folder can be listed by themselves, such as "call.dispatch". "" is the package itself,
 # that is its `__init__.py`.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__", "as_flash_attn"),
@@ -46,12 +46,11 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("combine",),
     ("api",),
     ("call.shared_prefix",),
-    ("call.append", "call.explain"),
+    ("call.cached", "call.explain"),
     ("call.prepare",),
-    ("call.options", "call.prefill", "call.decoding", "call.attn_mask"),
-    ("call.packing",),
+    ("call.options", "call.attn_mask", "call.packing"),
     ("bert_padding", "layers"),
-    ("call.checks", "call.memo", "call.absorbed"),
+    ("call.checks", "call.keywords", "call.memo", "call.absorbed", "call.decide"),
     ("call.dispatch", "call.layouts"),
     ("call",),
     ("autograd",),
@@ -315,7 +314,7 @@ def test_every_unit_in_the_table_exists():
         ("__init__.py", "from . import testing", "is not below"),
         ("api.py", "if TYPE_CHECKING:\n    from . import testing", "is not below"),
         ("call/dispatch.py", "from ..integrations import sdpa", "is not below"),
-        ("call/checks/tensors.py", "from ..prepare import X", "is not below"),
+        ("call/checks.py", "from .prepare import X", "is not below"),
         ("masks.py", "from . import __version__", "is not below"),
         ("api.py", "from flashtile.problem import AttentionProblem", "absolutely"),
         ("api.py", "import triton", "not a dependency"),

@@ -87,7 +87,7 @@ def test_a_repeated_cache_call_is_not_checked_again_and_uses_the_new_tensors(che
         out = flashtile.attention_with_kvcache(**call)
         assert len(checked) == 1
         with monkeypatch.context() as patch:
-            patch.setattr(memo, "_decisions", {})
+            patch.setattr(memo, "decisions", {})
             fresh = flashtile.attention_with_kvcache(**copy)
         assert len(checked) == 2
         assert torch.equal(out, fresh)
@@ -234,7 +234,7 @@ def test_the_same_tensor_as_another_argument_is_another_call(names, monkeypatch)
     x = torch.ones(4) if "sink" in names else torch.tensor([2, 3], dtype=torch.int32)
     for name in (*names, *names):  # the first time makes an entry, the second time uses it
         with monkeypatch.context() as patch:
-            patch.setattr(memo, "_decisions", {})
+            patch.setattr(memo, "decisions", {})
             want = flashtile.attention(q, k, v, **{name: x})
         assert torch.equal(flashtile.attention(q, k, v, **{name: x}), want)
 

@@ -10,7 +10,7 @@ import torch
 import flashtile
 from flashtile import backends
 from flashtile.backends import cpu
-from flashtile.call import dispatch, prefill
+from flashtile.call import decide, dispatch
 from flashtile.testing import cu_seqlens, generator, normal, paged
 
 B, M, CAPACITY, HQ, HK, D, DV = 3, 6, 32, 4, 2, 16, 8
@@ -32,7 +32,7 @@ def calls(monkeypatch):
     twin = SimpleNamespace(unsupported_reasons=unsupported_reasons, forward=forward)
     monkeypatch.setitem(backends._loaded, "twin", twin)
     monkeypatch.setattr(dispatch, "ORDER", ("twin", "cpu"))
-    monkeypatch.setattr(prefill, "FEWEST_QUERIES", M * HQ // HK)
+    monkeypatch.setattr(decide, "FEWEST_QUERIES", M * HQ // HK)
     flashtile.clear_caches()
     yield seen
     flashtile.clear_caches()
@@ -90,6 +90,6 @@ def test_other_calls_stay_as_they_are(change, calls, monkeypatch, seed):
         spread = torch.stack([call["k_cache"], call["k_cache"]], 1)
         call["k_cache"] = spread[:, 0]
     else:
-        monkeypatch.setattr(prefill, "LARGEST_COPY", 1)
+        monkeypatch.setattr(decide, "LARGEST_COPY", 1)
     flashtile.attention_with_kvcache(**call)
     assert not calls

@@ -294,15 +294,15 @@ class TestCompile:
         """What can be prepared is found by `id`, which PyTorch 2.11 does not trace for numbers."""
         decide = prepare.decide
 
-        def as_on_a_gpu(problem, *call):
-            return decide(problem, *call)._replace(device_type="cuda")
+        def as_on_a_gpu(call):
+            return decide(call)._replace(device_type="cuda")
 
         def pick(*call):
             raise AssertionError("called")
 
         monkeypatch.setattr(prepare, "decide", as_on_a_gpu)
         monkeypatch.setattr(prepare, "_pick", pick)
-        monkeypatch.setattr(memo, "_decisions", {})
+        monkeypatch.setattr(memo, "decisions", {})
         function = getattr(flashtile, name)
         call = cache_call(5, "contiguous")
         if function is flashtile.attention:

@@ -171,13 +171,14 @@ def test_a_combination_makes_calls_of_all_lengths(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warmup, "LENGTHS", (8, 16))
     monkeypatch.setattr(warmup, "TOKENS", 32)
     found = []
-    reasons = dispatch.unsupported_reasons
+    cpu = dispatch.load("cpu")
+    reasons = cpu.unsupported_reasons
 
-    def recorded(name: str, problem: AttentionProblem) -> list[str]:
+    def recorded(problem: AttentionProblem) -> list[str]:
         found.append((problem.B, problem.M))
-        return reasons(name, problem)
+        return reasons(problem)
 
-    monkeypatch.setattr(dispatch, "unsupported_reasons", recorded)
+    monkeypatch.setattr(cpu, "unsupported_reasons", recorded)
     warmup.Combination("bfloat16", 16, True, 2, True).run("cpu")
     assert set(found) == {(4, 8), (2, 16)}
 

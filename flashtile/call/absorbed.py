@@ -24,20 +24,16 @@ def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
 
 
-def absorb_operands(operands: Operands, qv: Tensor | None) -> Operands:
+def absorb_operands(operands: Operands, qv: Tensor) -> Operands:
     """The operands of a call with `qv`."""
-    if qv is None:
-        return operands
     q, k = absorb(operands.q, operands.k, operands.v, qv)
     return operands._replace(q=q, k=k)
 
 
-def described_operands(operands: Operands, qv: Tensor | None) -> Operands:
+def described_operands(operands: Operands, qv: Tensor) -> Operands:
     """Placeholders with the shapes, dtypes and devices of the results of `absorb_operands`: enough
     to check a call and choose its backend before new keys are in the cache.
     """
-    if qv is None:
-        return operands
     columns = operands.q.shape[-1] + qv.shape[-1]
     q, k = (x[..., :1].expand(*x.shape[:-1], columns) for x in (operands.q, operands.k))
     return operands._replace(q=q, k=k)

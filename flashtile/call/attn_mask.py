@@ -27,27 +27,19 @@ def with_masks(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     attn_mask, key_padding_mask = (options.pop(n, None) for n in ("attn_mask", "key_padding_mask"))
     if attn_mask is None and key_padding_mask is None:
         return options
-    bias, block_mask = options.get("bias"), options.get("block_mask")
-    bias, block_mask = _combined(q, k, attn_mask, key_padding_mask, bias, block_mask)
-    return {**options, "bias": bias, "block_mask": block_mask}
-
-
-def _combined(
-    q: Any, k: Any, attn_mask: Any, key_padding_mask: Any, bias: Any, block_mask: Any
-) -> tuple[Any, Any]:
-    """A `bias` and a `block_mask` that together apply all four masks."""
     checks.rank("q", q, "batch, seq_q, heads, head_dim")
     checks.rank("k", k, "batch, seq_k, kv_heads, head_dim")
     (B, M, Hq), N = q.shape[:3], k.shape[1]
-    visible, bias = _visible(q, (B, Hq, M, N), attn_mask, key_padding_mask, bias)
+    sizes, bias = (B, Hq, M, N), options.get("bias")
+    visible, bias = _visible(q, sizes, attn_mask, key_padding_mask, bias)
     if visible is None:
-        return bias, block_mask
-    if block_mask is not None:  # a call can have only one block mask
-        return _sum(bias, additive(visible), q, (B, Hq, M, N)), block_mask
-    options = options_of(visible, M, N)
-    if "bias" in options:
-        return _sum(bias, options["bias"], q, (B, Hq, M, N)), None
-    return bias, options["block_mask"]
+        return {**options, "bias": bias}
+    if options.get("block_mask") is not None:  # a call can have only one block mask
+        return {**options, "bias": _sum(bias, additive(visible), q, sizes)}
+    masked = options_of(visible, M, N)
+    if "bias" in masked:
+        return {**options, "bias": _sum(bias, masked["bias"], q, sizes)}
+    return {**options, "bias": bias, **masked}
 
 
 def as_bias(

@@ -120,11 +120,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"backend: got {name!r}, want one of {', '.join(map(repr, ORDER))}")
 
 
-def unsupported_reasons(name: str, problem: AttentionProblem) -> list[str]:
-    """The reasons why backend `name` cannot run `problem`, as sentences; empty when it can."""
-    return load(name).unsupported_reasons(problem)
-
-
 def select(problem: AttentionProblem, name: str | None = None) -> str:
     """The backend for `problem`: `name` if given, else the forced one, neither with a fallback;
     else the first backend that supports the problem.
@@ -141,7 +136,7 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
 def _select(problem: AttentionProblem, name: str | None) -> str:
     refusals = []
     for candidate in (name,) if name else ORDER:
-        reasons = unsupported_reasons(candidate, problem)
+        reasons = load(candidate).unsupported_reasons(problem)
         if not reasons:
             return candidate
         refusals.append(f"  {candidate}: " + "; ".join(reasons))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from ..eager import compiled_functions_run_eagerly
 from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
 from . import dispatch
+from .decide import Checked, decide
 from .layouts import Cached, Layout
 from .options import OPTIONS
-from .prepare import Description, Given, decide, this_thread
+from .prepare import Given, instead_of_decide
 
 
 class Verdict(NamedTuple):
@@ -59,7 +60,14 @@ class Explanation(NamedTuple):
         return str(self)
 
 
-MASKS = ("attn_mask", "key_padding_mask")  # masks that become a bias or a block mask
+class _Stop(BaseException):
+    """Ends a function at its first call of attention, which is its argument. Not an Exception, so
+    that the function does not handle it.
+    """
+
+
+def _stop(call: Checked) -> NoReturn:
+    raise _Stop(call)
 
 
 def explained(
@@ -72,21 +80,21 @@ def explained(
     """
     if torch.compiler.is_compiling():  # the graph ends here: `function` runs without a tracer
         return torch.compiler.disable(explained)(function, call, options)
-    before, this_thread.explains = this_thread.explains, True
+    token = instead_of_decide.set(_stop)
     try:
         with compiled_functions_run_eagerly():  # a graph would run the call and write its results
             function(*call, **options)
-    except Description as description:
-        return _explanation(description)
+    except _Stop as stop:
+        return _explanation(*stop.args)
     finally:
-        this_thread.explains = before
+        instead_of_decide.reset(token)
     raise ValueError(f"explain: {function} makes no call of attention")
 
 
-def _explanation(call: Description) -> Explanation:
+def _explanation(call: Checked) -> Explanation:
     problem, chosen = call.problem, None
     try:
-        decided = decide(problem, call.operands, call.layout, call.backend)
+        decided = decide(call)
     except NotImplementedError:
         pass
     else:
@@ -94,8 +102,9 @@ def _explanation(call: Description) -> Explanation:
         problem = decided._replace(options=problem.options)
     verdicts = []
     for name in dispatch.ORDER:
-        reasons = dispatch.unsupported_reasons(name, problem)
-        plan = "" if reasons else dispatch.load(name).describe_plan(problem)
+        backend = dispatch.load(name)
+        reasons = backend.unsupported_reasons(problem)
+        plan = "" if reasons else backend.describe_plan(problem)
         verdicts.append(Verdict(name, reasons, plan))
     return Explanation(
         problem,

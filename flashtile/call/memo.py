@@ -40,7 +40,7 @@ _STRIDED = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 _is_deterministic = torch._C._get_deterministic_algorithms
 _is_transformed = torch._C._are_functorch_transforms_active
-_decisions: Memo[Any, Decision] = Memo(4096)
+decisions: Memo[Any, Decision] = Memo(4096)  # by the keys of calls
 
 
 def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = False) -> Any:
@@ -121,20 +121,5 @@ def _indices_by_type(types: tuple[type, ...]) -> ArgumentIndices | None:
     if types[0] not in _TENSORS or not (_PLAIN | _TENSORS | _TUPLES).issuperset(types):
         return None
     plain = of(_PLAIN - {type(None)})
-    pick = itemgetter(*plain) if plain else _no_values
+    pick = itemgetter(*plain) if plain else lambda given: ()
     return ArgumentIndices(pick, of(_TENSORS), of(_TUPLES))
-
-
-def _no_values(given: tuple[Any, ...]) -> tuple[()]:
-    """What `itemgetter` picks of no arguments."""
-    return ()
-
-
-def get(key: Any) -> Decision | None:
-    """The decision for a call of this key, if there was one."""
-    return None if key is None else _decisions.get(key)
-
-
-def put(key: Any, decision: Decision) -> None:
-    """Keep a decision for `get`."""
-    _decisions[key] = decision

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..score_mod import ScoreFunction
 from ..spans import Spans
 from . import checks
+from .keywords import unexpected_keywords
 
 
 class HasToList(Protocol):
@@ -164,7 +165,7 @@ def refuse_unknown(given: Mapping[str, Any], kind: Any, function: Callable[..., 
     """Raise TypeError for options that `function`, whose class of options is `kind`, lacks."""
     if not kind.__optional_keys__.issuperset(given):
         unknown = [name for name in given if name not in kind.__optional_keys__]
-        raise checks.unexpected_keywords(unknown, function)
+        raise unexpected_keywords(unknown, function)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..spans import Spans
 from . import checks
 from .layouts import Packed
 
@@ -62,12 +61,6 @@ def as_packed(
     M = checks.longest("max_seqlen_q", M, "cu_seqlens_q", cu_seqlens_q, q)
     N = checks.longest("max_seqlen_k", N, "cu_seqlens_k", cu_seqlens_k, q)
     return PackedCall((q, k, v), qv, Packed(cu_seqlens_q, cu_seqlens_k, M, N, page_table), padded)
-
-
-def packed_mask(mask: Any, q: Any) -> Spans | None:
-    """The mask of padded queries (batch, seq_q, heads, head_dim), for the same queries packed."""
-    checks.spans(mask, q)
-    return None if mask is None else mask.pack(q.shape[0])
 
 
 def starts(batch: int, length: int, device: torch.device) -> Tensor:

@@ -6,11 +6,11 @@ explained.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,9 +22,10 @@ from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
 from ..rng_state import draw_rng_state
 from ..spans import Spans
-from . import checks, decoding, dispatch, memo, prefill
+from . import checks, dispatch, memo
 from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
+from .decide import Checked, decide
 from .layouts import Cached, Dense, Layout, Packed
 from .options import NUMBERS, TENSORS
 from .score_function import CAPTURED, with_derivative, with_score_mod
@@ -43,35 +44,14 @@ class Prepared(NamedTuple):
     forward: PreparedForward | None = None  # if an equal call has been made before
 
 
-class Description(BaseException):
-    """Stops a call before its backend is chosen, because `explain` asks about the call."""
-
-    # Not an Exception, so that no function between here and `explain` handles it.
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        layout: Layout,
-        given: Given,
-        backend: str | None,
-    ) -> None:
-        super().__init__()
-        self.problem, self.operands = problem, operands
-        self.layout, self.given, self.backend = layout, given, backend
-
-
 _MASKS = frozenset(("block_mask", "mask"))
 _OPERANDS = {"cache_seqlens": "seqused_k", "cache_leftpad": "leftpad_k"}  # by the names in `Cached`
 new_tuple = tuple.__new__  # of a named tuple, in half the time of its own function
 
 
-class ThisThread(threading.local):
-    """Whether `explain` asks about the calls of this thread."""
-
-    explains = False
-
-
-this_thread = ThisThread()
+# What gets a call instead of `decide`: `explain` sets it, and it does not return.
+instead_of_decide: ContextVar[Callable[[Checked], NoReturn] | None]
+instead_of_decide = ContextVar("instead_of_decide", default=None)
 
 
 def prepare(
@@ -100,14 +80,14 @@ def prepare(
     if not is_read:
         qkv, layout, given = read(qkv, layout, given)
     compiling = torch.compiler.is_compiling()
-    explains = not compiling and this_thread.explains
+    stop = None if compiling else instead_of_decide.get()
     key = None
-    if not (compiling or explains):
+    if not compiling and stop is None:
         arguments = _arguments(qkv, layout, given, backend, wants_probabilities)
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
         key = memo.key_of((type(layout), *given), arguments, with_strides=is_cached)
-        decision = memo.get(key)
+        decision = None if key is None else memo.decisions.get(key)
         if decision is not None:
             return _decided(decision, arguments, qkv, layout, given, out)
     operands, options = describe(qkv, layout, given)
@@ -116,19 +96,22 @@ def prepare(
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(wants_probabilities=wants_probabilities)
-    if explains:
-        raise Description(problem, operands, layout, given, backend)
-    problem = decide(problem, operands, layout, backend)
+    call = Checked(problem, operands, layout, given, backend)
+    if stop is not None:
+        stop(call)
+    problem = decide(call)
     if key is not None:  # a tracer, for which there is none, cannot follow `_pick`
         has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
         pick = _pick(operands, layout, given, arguments)
         prepares = problem.device_type == "cuda" and pick is not None
         if isinstance(layout, Cached):
-            prepares = prepares and decoding.is_one_call(problem, layout)
+            # Nothing is appended before the forward, and the keys stay where they are.
+            appends_in_it = layout.k_new is None or problem.appending is not None
+            prepares = prepares and appends_in_it and problem.layout != "packed"
         forward = None
         if prepares:
             forward = PreparedForward(problem, dispatch.load(problem.options.backend))
-        memo.put(key, memo.Decision(problem, has_extras, pick, forward))
+        memo.decisions[key] = memo.Decision(problem, has_extras, pick, forward)
     if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
@@ -150,8 +133,9 @@ def _decided(
         operands = new_tuple(Operands, pick((*arguments, None)))
     else:
         operands = _operands(qkv, layout, given)
-        if not isinstance(layout, Cached):
-            operands = absorb_operands(operands, given.get("qv"))
+        qv = given.get("qv")
+        if qv is not None and not isinstance(layout, Cached):
+            operands = absorb_operands(operands, qv)
     is_on_gpu = problem.device_type == "cuda"
     checks_values = has_extras and not (is_on_gpu and not checks.checks_values_on_gpu())
     if checks_values or out is not None or operands.workspace is not None:
@@ -169,7 +153,6 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     qv = given.get("qv")
     if isinstance(layout, Dense):
         checks.dense(q, k, v)
-        checks.flex_mask_lengths(given.get("block_mask"), q.shape[1], k.shape[1])
     elif isinstance(layout, Packed):
         checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
         batch = layout.cu_seqlens_q.shape[0] - 1
@@ -179,36 +162,28 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
             layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
     else:
         checks.cached(q, k, v, layout)
-    checks.absorbed(qv, q, v)
+    if qv is not None:
+        checks.absorbed(qv, q, v)
     metadata = given.get("scheduler_metadata")
     checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
     M, N = layout.longest(q, k)
-    block_mask = _block_mask(given.get("block_mask"))
     checks.spans(given.get("mask"), q)
+    block_mask = given.get("block_mask")
     if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            checks.flex_mask(block_mask)
+            if isinstance(layout, Dense):
+                checks.flex_mask_lengths(block_mask, M, N)
+            block_mask = BlockMask.from_flex(block_mask)
         checks.block_mask_lengths(block_mask, M, N)
         given = {**given, "block_mask": block_mask}
     operands = _operands(qkv, layout, given)
-    absorb = described_operands if isinstance(layout, Cached) else absorb_operands
-    operands = absorb(operands, qv)
+    if qv is not None:
+        absorb = described_operands if isinstance(layout, Cached) else absorb_operands
+        operands = absorb(operands, qv)
     options = _numbers(given, operands.q.shape[-1], M, N)
-    checks.extras(operands, M, N)
-    checks.float8_forward_only(operands)
+    checks.optional_tensors(operands, M, N)
     return operands, with_derivative(options, operands)
-
-
-def decide(
-    problem: AttentionProblem, operands: Operands, layout: Layout, backend: str | None
-) -> AttentionProblem:
-    """The problem with its backend; or the problem over packed sequences, if another backend runs
-    that; or the problem of appending and attending at once, if the backend can do that.
-    """
-    options = problem.options._replace(backend=dispatch.select(problem, backend))
-    problem = problem._replace(options=options)
-    if not isinstance(layout, Cached):
-        return problem
-    packed = prefill.packed_problem(problem, operands, backend)
-    return packed or decoding.appending_problem(problem, operands, layout) or problem
 
 
 def with_dropout_seed(
@@ -324,8 +299,9 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
     tensors |= {name: given[name] for name in CAPTURED if given.get(name) is not None}
     if not tensors:
         return operands
-    if "bias" in tensors:
-        tensors["bias"] = _four_dimensional(tensors["bias"])
+    bias = tensors.get("bias")
+    if isinstance(bias, Tensor) and bias.dim() < 4:  # add dimensions, as broadcasting would
+        tensors["bias"] = bias[(None,) * (4 - bias.dim())]
     if "seqused_k" in tensors and operands.seqused_k is not None:  # packed sequences in pages
         tensors["seqused_k"] = torch.minimum(tensors["seqused_k"], operands.seqused_k)
     return operands._replace(**tensors)
@@ -352,8 +328,10 @@ def _check_memory_and_values(
     layout: Layout, operands: Operands, options: Options, out: Tensor | None, given: Given
 ) -> None:
     """The checks that every call must pass, even if an equal call has passed them."""
-    checks.output(out, operands)
-    checks.workspace(operands, options)
+    if out is not None:
+        checks.output(out, operands)
+    if operands.workspace is not None:
+        checks.workspace(operands.workspace, operands, options)
     # Only the tensors of a cached layout are not all operands.
     tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
     if not checks.checking_values(tensors):
@@ -369,13 +347,6 @@ def _check_memory_and_values(
     checks.values(operands, options)
 
 
-def _four_dimensional(bias: Any) -> Any:
-    """Add leading dimensions of size 1 to a bias, as broadcasting would."""
-    if not isinstance(bias, Tensor) or bias.dim() >= 4:
-        return bias
-    return bias[(None,) * (4 - bias.dim())]
-
-
 def _tiles(mask: BlockMask) -> dict[str, Tensor]:
     """The operands that hold a block mask."""
     return {
@@ -383,11 +354,3 @@ def _tiles(mask: BlockMask) -> dict[str, Tensor]:
         "partial_index": mask.partial_index,
         "partial_tiles": mask.partial_tiles,
     }
-
-
-def _block_mask(given: Any) -> BlockMask | None:
-    """A block mask, converted if it is FlexAttention's."""
-    if given is None or isinstance(given, BlockMask):
-        return given
-    checks.flex_mask(given)
-    return BlockMask.from_flex(given)

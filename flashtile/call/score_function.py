@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,10 @@ from torch import Tensor
 from ..problem import Operands, Options, lse_dtype
 from ..score_mod import derivative, described
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 CAPTURED = ("captured", "captured_integers")  # operands that the caller does not name
 
 
-def outside_of_graphs(function: _Function) -> _Function:
+def outside_of_graphs(function: Callable[..., Any]) -> Any:
     """`function` without the tracer of torch.compile, whose graph ends before the call; with
     ``fullgraph=True`` this raises an error.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..ops.merge.op import merge_parts
 from ..problem import Operands, Options
 from ..spans import Spans
-from . import append, checks
+from . import cached, checks
 from .layouts import Cached
 from .prepare import Prepared, prepare
 
@@ -47,8 +47,8 @@ def append_and_attend(
     if prefix_len > 0:
         _check(call, layout, prefix_len)
     if prefix_len == 0 or layout.batch(call.operands.q) < 2:
-        return append.append_and_attend(call)
-    operands = append.rotate_and_append(call)
+        return cached.append_and_attend(call)
+    operands = cached.rotate_and_append(call)
     parts = (
         _attend_to_prefix(operands, call, prefix_len, backend),
         _attend_to_suffix(operands, call, layout, prefix_len, backend),
@@ -82,15 +82,16 @@ def _attend_to_prefix(
             given[name] = given[name][:1]
     if given.get("qv") is not None:
         given["qv"] = _as_one_sequence(given["qv"])
-    positions = _positions(operands, call)
-    if _hides_keys_of_the_prefix(call.problem.options):
-        given["mask"] = _spans(positions, call.problem.options, prefix_len)
+    positions, options = _positions(operands, call), call.problem.options
+    if options.window_left is not None or (options.window_right or 0) < 0:
+        # The window may leave out keys of the prefix.
+        given["mask"] = _spans(positions, options, prefix_len)
     slopes = operands.alibi_slopes
     if slopes is not None:
         slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
         key = torch.arange(1 - prefix_len, 1, device=q.device)
         given["bias"] = (slopes[:, None] * key)[:, None]  # as seen from the last key of the prefix
-    out, lse = append.append_and_attend(
+    out, lse = cached.append_and_attend(
         prepare((_as_one_sequence(q), k, v), layout, given, backend)
     )
     lse = lse[0].T
@@ -114,11 +115,6 @@ def _positions(operands: Operands, call: Prepared) -> Tensor:
     row, ends = torch.arange(q.shape[0], device=q.device), layout.cu_seqlens_q[1:]
     sequence = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
     return lengths[sequence] - ends[sequence] + row
-
-
-def _hides_keys_of_the_prefix(options: Options) -> bool:
-    """Whether a window may leave out keys of the prefix."""
-    return options.window_left is not None or (options.window_right or 0) < 0
 
 
 def _spans(positions: Tensor, options: Options, prefix_len: int) -> Spans:
@@ -147,7 +143,7 @@ def _attend_to_suffix(
         cu_seqlens_q=layout.cu_seqlens_q,
         max_seqlen_q=layout.max_seqlen_q,
     )
-    out, lse = append.append_and_attend(prepare((q, k, v), suffix, call.given, backend))
+    out, lse = cached.append_and_attend(prepare((q, k, v), suffix, call.given, backend))
     if layout.cu_seqlens_q is not None:
         return out, lse.T
     return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)

@@ -57,9 +57,8 @@ def support(backend: str, device: str) -> dict[str, list[str]]:
     works, objections = [], []
     for name in DTYPES:
         x = torch.empty(1, LENGTH, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)
-        found = dispatch.unsupported_reasons(
-            backend, AttentionProblem.of(Operands(x, x, x), options)
-        )
+        problem = AttentionProblem.of(Operands(x, x, x), options)
+        found = dispatch.load(backend).unsupported_reasons(problem)
         if found:
             objections += found
         else:

@@ -55,7 +55,7 @@ class Combination(NamedTuple):
         operands, options = describe((q, k, k), Dense(), {"causal": self.causal})
         problem = AttentionProblem.of(operands, options)
         for name in dispatch.ORDER:
-            if dispatch.unsupported_reasons(name, problem):
+            if dispatch.load(name).unsupported_reasons(problem):
                 continue
             backend = load(name)
             out, lse = backend.forward(problem, operands)

@@ -19,6 +19,7 @@ from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_auto
 from ..autograd import is_transformed, refuse_forward_mode
 from ..call import checks
 from ..call.attn_mask import as_bias
+from ..call.keywords import unexpected_keywords
 from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
@@ -116,7 +117,7 @@ def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> 
             if name not in OPTIONS:
                 raise NotImplementedError(f"{name}: context parallelism does not have this option")
         else:
-            raise checks.unexpected_keywords([name], function)
+            raise unexpected_keywords([name], function)
 
 
 def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> None:

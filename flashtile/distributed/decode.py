@@ -18,6 +18,7 @@ from torch import Tensor
 from ..autocast import autocast_off, cast_input, is_autocasting
 from ..call import checks, dispatch, memo
 from ..call.dispatch import BackendName
+from ..call.keywords import unexpected_keywords
 from ..call.layouts import Cached
 from ..call.prepare import describe
 from ..lru import Memo
@@ -165,7 +166,7 @@ def _prepared(
     """
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
-        raise checks.unexpected_keywords(unknown, Decoder.decode)
+        raise unexpected_keywords(unknown, Decoder.decode)
     q, k_cache, v_cache = qkv
     k, v = new
     dealt = _dealt(wire, block)

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Never
 
 from ..call import checks
+from ..call.keywords import unexpected_keywords
 from ..call.layouts import Packed
 from ..ops.quantize.formula import Quantized, Recipe
 from ..ops.quantize.op import Rotary, quantize
@@ -74,7 +75,7 @@ def quantize_qkv(
         (Zhang et al. 2024).
     """
     if unknown:
-        raise checks.unexpected_keywords(unknown, quantize_qkv)
+        raise unexpected_keywords(unknown, quantize_qkv)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     recipe = Recipe(scales, hadamard, hadamard_v, smooth_k, seed)
     check(q, k, v, layout, recipe)

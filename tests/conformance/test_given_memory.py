@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call.checks import results
+from flashtile.call import checks
 from flashtile.testing import cu_seqlens, generator, normal, paged
 
 from .calls import cache_call, flat
@@ -79,7 +79,7 @@ def test_a_workspace_too_small_is_refused_before_anything_is_written(monkeypatch
     """Also after a valid call with the same arguments."""
     given = torch.zeros(640, dtype=torch.uint8)
     for wanted in (640, 641):
-        monkeypatch.setattr(results, "workspace_size", lambda *sizes, wanted=wanted: wanted)
+        monkeypatch.setattr(checks, "workspace_size", lambda *sizes, wanted=wanted: wanted)
         for _ in range(2):
             call = call_of("contiguous") | {"workspace": given}
             before = call["k_cache"].clone()
@@ -92,7 +92,7 @@ def test_a_workspace_too_small_is_refused_before_anything_is_written(monkeypatch
 
 
 def test_packed_rows_of_no_sequence_take_room_too(monkeypatch):
-    monkeypatch.setattr(results, "workspace_size", lambda tokens, *sizes: 16 * tokens)
+    monkeypatch.setattr(checks, "workspace_size", lambda tokens, *sizes: 16 * tokens)
     call = call_of("packed")
     count = 16 * call["q"].shape[0]
     given = {"workspace": torch.zeros(count, dtype=torch.uint8)}

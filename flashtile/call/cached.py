@@ -1,7 +1,4 @@
-"""Append the new tokens of a cached call to its cache and attend to it.
-
-In one launch if the backend can do that, else one after the other.
-"""
+"""Run a cached call as decided: append its new tokens to the cache and attend to it."""
 
 from __future__ import annotations
 
@@ -12,11 +9,13 @@ from torch import Tensor
 
 from .. import autograd
 from ..ops.append import formula, op
+from ..ops.gather.op import gather_pages
 from ..prepared_calls import PreparedForward
-from ..problem import FLOAT8, Operands
-from . import dispatch, prefill
+from ..problem import FLOAT8, AttentionProblem, Operands
+from . import dispatch
 from .absorbed import absorb_operands
 from .layouts import Cached
+from .packing import as_batch, starts
 from .prepare import Prepared, check_indices
 
 
@@ -33,8 +32,10 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
             backend = dispatch.load(problem.options.backend)
             return _attend(PreparedForward(problem, backend), operands, layout)
         problem = problem._replace(appending=None)
-    operands = absorb_operands(rotate_and_append(call), call.given.get("qv"))
-    return prefill.attend(problem, operands)
+    operands, qv = rotate_and_append(call), call.given.get("qv")
+    if qv is not None:
+        operands = absorb_operands(operands, qv)
+    return _attend_appended(problem, operands)
 
 
 def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tuple[Tensor, Tensor]:
@@ -49,6 +50,33 @@ def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tup
     made = forward.run((*operands, layout.k_new, layout.v_new, cos, sin, base))
     op.record_write(operands.k, operands.v)
     return made[0], made[1]
+
+
+def _attend_appended(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a cached call after the append, in the layout of the given queries."""
+    if problem.layout != "packed":
+        return autograd.attend(problem, operands)
+    out, lse = autograd.attend(problem, _as_packed(operands, problem))
+    if operands.cu_seqlens_q is not None:
+        return out, lse
+    return as_batch(out, lse, problem.B, problem.M)
+
+
+def _as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
+    """The operands of a `packed_problem`, from those of the cached call."""
+    q, k, v, used = operands.q, operands.k, operands.v, operands.seqused_k
+    assert used is not None
+    if operands.page_table is not None:
+        k, v = gather_pages(k, v, operands.page_table, used)
+    given = operands.cu_seqlens_q
+    return operands._replace(
+        q=q if given is not None else q.flatten(0, 1),
+        k=k.flatten(0, 1),
+        v=v.flatten(0, 1),
+        cu_seqlens_q=starts(problem.B, problem.M, q.device) if given is None else given,
+        cu_seqlens_k=starts(problem.B, problem.N, q.device),
+        page_table=None,
+    )
 
 
 def rotate_and_append(call: Prepared) -> Operands:
@@ -70,7 +98,15 @@ def rotate_and_append(call: Prepared) -> Operands:
     if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
         descales = (None, None)  # the new tokens need no conversion
     where = (layout.cu_seqlens_k_new, operands.page_table, operands.cache_batch_idx)
-    append_only, append_rotated = _ops(operands, layout)
+    append_only: Any  # the two ops or, where nobody would see them, their functions
+    append_rotated: Any
+    if _is_observed((*operands, k, v)):
+        append_only = torch.ops.flashtile.kvcache_append
+        append_rotated = torch.ops.flashtile.kvcache_rotate_append
+    elif k_cache.is_cuda:
+        append_only, append_rotated = op.append_on_gpu, op.rotate_and_append_on_gpu
+    else:
+        append_only, append_rotated = formula.append, formula.rotate_and_append
     cos, sin = layout.rotary_cos, layout.rotary_sin
     if cos is None or sin is None:
         used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
@@ -81,16 +117,6 @@ def rotate_and_append(call: Prepared) -> Operands:
         *where, *descales, layout.rotary_interleaved, bool(options.facts),
     )  # fmt: skip
     return operands._replace(q=q, seqused_k=used)
-
-
-def _ops(operands: Operands, layout: Cached) -> tuple[Any, Any]:
-    """The two ops or, where nobody would see them, their functions."""
-    if _is_observed((*operands, layout.k_new, layout.v_new)):
-        ops = torch.ops.flashtile
-        return ops.kvcache_append, ops.kvcache_rotate_append
-    if operands.k.is_cuda:
-        return op.append_on_gpu, op.rotate_and_append_on_gpu
-    return formula.append, formula.rotate_and_append
 
 
 def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
