@@ -184,7 +184,7 @@ class KernelConfig:
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LARGE_SCORES: bool  # scores from the caller's tensors or functions: `exponentials.py`
     HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything
-    HAS_DEAD_ROWS: bool  # as may the gradient of a query that sees no key
+    HAS_DEAD_ROWS: bool  # as may, in a backward, the gradient of a query that sees no key
     HAS_LEFT: bool
     HAS_RIGHT: bool
     HAS_CHUNK: bool
@@ -279,12 +279,15 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     if problem.page_size > 0:  # half of the stages load the page indices that other loads need
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
     paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
+    dead = problem.has_dead_rows
     return Plan(
         forward=_kernel_plan(problem, forward, packed, aligned, described, paired=paired),
         split=_kernel_plan(problem, split, packed, aligned, False, is_split=True, paired=paired),
-        keys=_kernel_plan(problem, keys, False, aligned, described),
-        queries=_kernel_plan(problem, queries, False, aligned, described),
-        values=_kernel_plan(problem, values[0], False, aligned, described) if values else None,
+        keys=_kernel_plan(problem, keys, False, aligned, described, has_dead_rows=dead),
+        queries=_kernel_plan(problem, queries, False, aligned, described, has_dead_rows=dead),
+        values=_kernel_plan(problem, values[0], False, aligned, described, has_dead_rows=dead)
+        if values
+        else None,
         scores=_kernel_plan(problem, scores, False, aligned, False),
         bands=_kernel_plan(problem, bands, False, aligned, False),
     )
@@ -396,7 +399,7 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
 
 def _kernel_plan(
     problem: AttentionProblem, tile: Tile, packed: bool, aligned: bool, described: bool,
-    is_split: bool = False, paired: bool = False,
+    is_split: bool = False, paired: bool = False, has_dead_rows: bool = False,
 ) -> KernelPlan:  # fmt: skip
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
@@ -419,7 +422,7 @@ def _kernel_plan(
         IS_LINEAR=plain and options.softmax_scale > 0,
         HAS_LARGE_SCORES=has_large_scores(problem),
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
-        HAS_DEAD_ROWS=problem.has_dead_rows,
+        HAS_DEAD_ROWS=has_dead_rows,
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
