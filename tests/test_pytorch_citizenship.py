@@ -67,6 +67,7 @@ def op_arguments():
             for own_positions in (False, True)
         ],
         "gather_pages": [(pages, ())],
+        "rotation": [((), (16, 3, torch.device("cpu")))],
         "combine": [((torch.randn(3, 2, 7, 4, 8), torch.randn(3, 2, 7, 4)), (torch.bfloat16,))],
     }
 

@@ -71,11 +71,15 @@ def test_decoding_is_prepared(family, cache, padded, monkeypatch):
     """Every call of a step has all its operands as arguments, so that a GPU repeats its launches;
     with a static cache it is the same call in every step."""
     decisions = {}
-    put = memo.put
-    monkeypatch.setattr(
-        memo, "put", lambda key, found: decisions.update({key: found}) or put(key, found)
-    )
-    memo._decisions.clear()
+
+    class Remembering:
+        def get(self, key, default=None):
+            return decisions.get(key, default)
+
+        def __setitem__(self, key, found):
+            decisions[key] = found
+
+    monkeypatch.setattr(memo, "decisions", Remembering())
     mask = padding("left") if padded else torch.ones(3, 24, dtype=torch.long)
     generated(build(family), NAME, attention_mask=mask, cache_implementation=cache)
     decoding = [found for found in decisions.values() if found.problem.M == 1]
