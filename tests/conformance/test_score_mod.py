@@ -62,7 +62,7 @@ def captured_gradients(
     g: torch.Generator, dtype: torch.dtype, **options: Any
 ) -> tuple[Gradients, Gradients, Callable[[], Gradients]]:
     """Gradients of q, k, v and everything that a function captures: from a call in `dtype`, in
-    plain PyTorch in float64, and likewise after roundings of all inputs to float32.
+    plain PyTorch in float64, and likewise after roundings of inputs and scores to float32.
     """
     inputs = [*qkv(g, B=2, M=300, N=270, Hq=4, Hk=2, D=8, dtype=dtype)]
     inputs += [
@@ -83,7 +83,7 @@ def captured_gradients(
 
     dout = normal(g, 2, 300, 4, 8, dtype=torch.float64)
 
-    def gradients(run: Callable[..., Tensor], inputs: list[Tensor]) -> Gradients:
+    def gradients(run: Callable[..., Tensor], inputs: list[Tensor], dout: Tensor) -> Gradients:
         leaves = [x.detach().requires_grad_() for x in inputs]
         out = run(*leaves[:3], score_mod=partial(function, *leaves[3:]), **options)
         return list(torch.autograd.grad(out, leaves, dout.to(out.dtype)))
@@ -91,19 +91,26 @@ def captured_gradients(
     def reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return attention_reference(q, k, v, compute_dtype=q.dtype, **options).out
 
+    def changed(x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=g, dtype=x.dtype)
+        return x * (1 + torch.finfo(torch.float32).eps * noise)
+
+    def with_rounded_scores(
+        *qkv: Tensor, score_mod: Callable[..., Tensor], **options: Any
+    ) -> Tensor:
+        return reference(*qkv, score_mod=lambda *x: changed(score_mod(*x)), **options)
+
     def rounded() -> Gradients:
-        unit = torch.finfo(torch.float32).eps
-        draws = (torch.randn(x.shape, generator=g, dtype=x.dtype) for x in exact)
-        return gradients(reference, [x * (1 + unit * n) for x, n in zip(exact, draws, strict=True)])
+        return gradients(with_rounded_scores, [changed(x) for x in exact], changed(dout))
 
     exact = [x.double() for x in inputs]
-    mine = gradients(flashtile.attention, exact if dtype == torch.float64 else inputs)
-    return mine, gradients(reference, exact), rounded
+    mine = gradients(flashtile.attention, exact if dtype == torch.float64 else inputs, dout)
+    return mine, gradients(reference, exact, dout), rounded
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}], ids=["all", "causal"])
 def test_gradients_of_captured_tensors(options, seed) -> None:
-    """In float64, exactly; in float32, with an error like that of the inputs' rounding."""
+    """In float64, exactly; in float32, with an error like that of rounded inputs and scores."""
     exact, truth, _ = captured_gradients(generator(seed), torch.float64, **options)
     for x, y in zip(exact, truth, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-11 * float(y.abs().max()))
