@@ -210,6 +210,7 @@ def test_a_model_has_one_hook_and_compiles_with_it():
     for _ in range(3):
         logits(model, NAME, mask)
     assert len(model.model._forward_pre_hooks) == 1
+    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     got = compiled(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
     assert_same(got, want)
