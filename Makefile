@@ -40,9 +40,6 @@ COUNTED := tests/hopper_kernels/test_compile_ahead.py
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 --dist worksteal \
 	$(if $(FLASHTILE_SEED),--hypothesis-seed=$(FLASHTILE_SEED))
 
-# One worker more than cores, for some tests wait for the processes that they start.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
-
 # What another Python or PyTorch breaks: compiled calls, registered ops, other libraries, commands.
 ENVIRONMENT := tests/test_layering.py tests/test_pytorch_compile.py tests/test_pytorch_citizenship.py \
 	tests/test_autocast.py tests/test_tensor_kinds.py tests/test_torch_registry.py \
@@ -66,10 +63,10 @@ train: $(VENV)/.train $(PLAYS) $(BIBLE)  ## a small GPT learns Shakespeare (ARGS
 	$(PY) -m training.train data_dir=$(DATA) $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests (ARGS go to pytest)
-	$(PYTEST) -n $(WORKERS) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-quick: $(VENV)/.dev  ## the fast ones of them, within 2 minutes on two cores
-	$(PYTEST) -n $(WORKERS) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-environment: $(VENV)/.dev  ## those that another Python or PyTorch may break
 	$(PYTEST) $(ENVIRONMENT) $(ARGS)
