@@ -8,6 +8,7 @@ is defined. Lines of what has no docstring say so.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import inspect
@@ -145,8 +146,11 @@ def text(lines: dict[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="print what would change")
+    is_check = parser.parse_args().check
     old, new = text(recorded()), text(current())
-    if "--check" in sys.argv:
+    if is_check:
         print(*difflib.unified_diff(old, new, "recorded", "current", n=0), sep="", end="")
         sys.exit(old != new)
     SNAPSHOT.write_text("".join(new), encoding="utf-8")

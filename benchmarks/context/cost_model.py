@@ -128,7 +128,7 @@ class CostModel:
         query_heads = _count(share.queries) / strategy.head_groups
         key_heads = _count(share.keys) / strategy.head_groups
         stages = self._stages_of(strategy.ulysses, strategy.stages, rank)
-        rows = self._holders(strategy.ulysses)[0].tokens(outer)
+        rows = self._shards(strategy.ulysses)[0].tokens(outer)
         per_key = key_heads * (self.shape.head_dim + self.shape.value_head_dim)
         steps = [
             self._step(strategy, stage, rows, query_heads, per_key, is_first=number == 0)
@@ -244,11 +244,11 @@ class CostModel:
         shape, shares, inner = self.shape, self.shares(ulysses), rank % ulysses
         members = range(rank - inner, rank - inner + ulysses)
 
-        def seconds(holders: ShardMap, heads: list[int], size: int) -> float:
+        def seconds(shards: ShardMap, heads: list[int], size: int) -> float:
             """Of one tensor of `size` bytes for each token and head, in either direction."""
-            mine = holders.tokens(rank)
+            mine = shards.tokens(rank)
             away = {peer: mine * n for peer, n in zip(members, heads, strict=True)}
-            here = {peer: holders.tokens(peer) * heads[inner] for peer in members}
+            here = {peer: shards.tokens(peer) * heads[inner] for peer in members}
             # Copied before and after, as the buffers of keys are.
             copied = 4 * size * sum(here.values()) / self.machine.memory
             return copied + self._exchange(_Stage(0, 0, self._by_link(rank, here, away)), size)
@@ -273,7 +273,7 @@ class CostModel:
         chosen = sorted({i * (groups - 1) // max(count - 1, 1) for i in range(count)})
         return [group * ulysses + inner for group in chosen for inner in sorted(members.values())]
 
-    def _holders(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
+    def _shards(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
         """Who owns which queries and keys, when neighbours hold theirs together."""
         if ulysses not in self._merged:
             groups = [range(a, a + ulysses) for a in range(0, self.ranks, ulysses)]
@@ -303,7 +303,7 @@ class CostModel:
     def _transfers_of(self, ulysses: int, outer: int) -> list[Transfer]:
         """What a rank does for those that hold other tokens, by distance."""
         if ulysses not in self._volumes:
-            self._volumes[ulysses] = CommVolume(*self._holders(ulysses), self.facts, self.tiles)
+            self._volumes[ulysses] = CommVolume(*self._shards(ulysses), self.facts, self.tiles)
         if (ulysses, outer) not in self._transfers:
             self._transfers[ulysses, outer] = self._volumes[ulysses].transfers(outer)
         return self._transfers[ulysses, outer]

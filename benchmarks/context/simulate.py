@@ -42,8 +42,8 @@ class Prediction(NamedTuple):
 
 def predictions(machine: Machine, tokens: int, ranks: int) -> Iterator[Prediction]:
     """Of a ring, of gathering, and of what the model chooses."""
-    holders = partition.zigzag([tokens * ranks], ranks, GRAIN)
-    model = CostModel(machine, SHAPE, holders, holders, (Window(None, 0),))
+    shards = partition.zigzag([tokens * ranks], ranks, GRAIN)
+    model = CostModel(machine, SHAPE, shards, shards, (Window(None, 0),))
     whole = partition.contiguous([tokens * ranks], 1, GRAIN)
     alone = CostModel(machine, SHAPE, whole, whole, model.facts).slowest(Strategy(1, 1, 1))
     ways = {

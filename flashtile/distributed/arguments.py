@@ -248,16 +248,16 @@ def used_tokens(options: Mapping[str, Any], q: Tensor, layout: Layout) -> UsedTo
         ValueError, TypeError: a tensor of lengths does not fit.
     """
     queries, keys, rows = layout.queries, layout.keys, {}
-    for name, holders in zip(USED, (queries, keys), strict=True):
+    for name, shards in zip(USED, (queries, keys), strict=True):
         x = options.get(name)
-        checks.per_sequence(name, x, q, len(holders.lengths))
+        checks.per_sequence(name, x, q, len(shards.lengths))
         if x is None:
             continue
         lengths = [
             min(max(used, 0), length)
-            for used, length in zip(x.tolist(), holders.lengths, strict=True)
+            for used, length in zip(x.tolist(), shards.lengths, strict=True)
         ]
-        rows[name] = torch.tensor(holders.rows_of_first(lengths, layout.rank), device=q.device)
+        rows[name] = torch.tensor(shards.rows_of_first(lengths, layout.rank), device=q.device)
         rows[name] = rows[name].long()
         if name == "seqused_q":
             queries = queries.first_tokens(lengths)
@@ -331,8 +331,8 @@ def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap | None:
     queries, keys = used.queries, used.keys
     checks.block_mask_kinds(mask.kinds, q, len(queries.lengths))
     checks.block_mask_lengths(mask, max(queries.lengths, default=0), max(keys.lengths, default=0))
-    for holders, size in zip((queries, keys), mask.tile_size, strict=True):
-        starts = [piece.start for mine in holders.pieces for piece in mine if piece.start % size]
+    for shards, size in zip((queries, keys), mask.tile_size, strict=True):
+        starts = [piece.start for mine in shards.pieces for piece in mine if piece.start % size]
         if starts:
             raise ValueError(
                 f"block_mask: got tiles of {mask.tile_size} and a layout with a piece that begins "

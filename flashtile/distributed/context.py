@@ -191,16 +191,16 @@ class ContextParallel(Decoder):
             layers, lengths, keys, partition.largest_grain(lengths, ranks, grain, unit), unit
         )
         queries = partition.divided(way, work, ranks)
-        key_holders = queries
+        key_shards = queries
         if keys != lengths:
             size = partition.largest_grain(keys, ranks, grain, unit)
-            key_holders = partition.contiguous(keys, ranks, size)
+            key_shards = partition.contiguous(keys, ranks, size)
         rows = [
-            max(holders.tokens(rank) for rank in range(ranks)) for holders in (queries, key_holders)
+            max(shards.tokens(rank) for rank in range(ranks)) for shards in (queries, key_shards)
         ]
         if batch:
-            queries, key_holders = (repeated(x, batch) for x in (queries, key_holders))
-        return Layout(self, self.wire, queries, key_holders, batch, (rows[0], rows[1]))
+            queries, key_shards = (repeated(x, batch) for x in (queries, key_shards))
+        return Layout(self, self.wire, queries, key_shards, batch, (rows[0], rows[1]))
 
     def attention(
         self,
@@ -335,22 +335,22 @@ class ContextParallel(Decoder):
         return_lse: bool,
         backend: BackendName | None,
         rng_state: Tensor | None = None,
-        precomputed: tuple[Tensor, Tensor] | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of `attention`, outside of tracers.
 
         Args:
             rng_state: of dropout; None draws it.
-            precomputed: (out, lse) of an equal call, to record its gradients only.
+            known: (out, lse) of an equal call, to record its gradients without computing it again.
         """
         options = with_program(qkv[0], options)
         kind = self._kind(qkv, options, return_lse, backend)
-        layout.calls += precomputed is None
+        layout.calls += known is None
         is_verified = kind in layout.verified
         if is_verified and layout.context is self and has_only_qkv(qkv, options):
             plan = layout.plans.get((plan_key(kind, qkv, self.reserved_processors), None))
             if plan is not None:
-                return self._run(plan, None, qkv, layout, rng_state, precomputed)
+                return self._run(plan, None, qkv, layout, rng_state, known)
         if is_verified:
             call, plan = self._planned(qkv, layout, backend, options, return_lse)
         else:
@@ -360,7 +360,7 @@ class ContextParallel(Decoder):
             connect(self.wire, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
         operands = call.operands if plan.memo is None else None
-        return self._run(plan, operands, qkv, layout, rng_state, precomputed)
+        return self._run(plan, operands, qkv, layout, rng_state, known)
 
     def _kind(
         self, qkv: Qkv, options: Mapping[str, Any], return_lse: bool, backend: str | None

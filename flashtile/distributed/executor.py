@@ -580,15 +580,14 @@ class _FirstDerivative(torch.autograd.Function):
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
         found = zip(gradients, with_padding[:DIFFERENTIABLE], needed, strict=True)
-        return tuple(_like(g, x) if wanted else None for g, x, wanted in found)
+        return tuple(
+            g.to(x.dtype) if wanted and g is not None and x is not None else None
+            for g, x, wanted in found
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_second_derivative()
-
-
-def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
-    return None if gradient is None or x is None else gradient.to(x.dtype)
 
 
 def attend(

@@ -123,8 +123,8 @@ def is_divided(queries: ShardMap, keys: ShardMap, neighbours: int) -> bool:
     """Whether a document has tokens on several groups of `neighbours`."""
     owners = {
         (piece.document, rank // neighbours)
-        for holders in (queries, keys)
-        for rank, mine in enumerate(holders.pieces)
+        for shards in (queries, keys)
+        for rank, mine in enumerate(shards.pieces)
         for piece in mine
     }
     return len(owners) > len({document for document, _ in owners})

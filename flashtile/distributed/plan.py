@@ -101,10 +101,10 @@ def _ulysses(
     wire = SubWire(layout.wire, members)
     bias, rows = call.operands.bias, None
     if bias is not None and call.bias_has_rows:
-        holders = call.used.queries
+        shards = call.used.queries
         if layout.sequences:  # where the bias has no batch, the rows of one stand for all
-            holders = first_documents(layout.queries, bias.shape[0])
-        rows = Exchange.of(wire, holders, members)
+            shards = first_documents(layout.queries, bias.shape[0])
+        rows = Exchange.of(wire, shards, members)
     return Ulysses(
         tuple(shares),
         Exchange.of(wire, call.used.queries, members),

@@ -51,6 +51,15 @@ def hiding_block_mask(heads: int, tile: int, rest: str) -> Make:
     return make
 
 
+def some_used(g: torch.Generator, s: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Lengths of at least one query and one key, under a window to the left."""
+    lengths = {
+        f"seqused_{x}": torch.randint(1, most + 1, (s.B,), generator=g, dtype=torch.int32)
+        for x, most in (("q", s.M), ("k", s.N))
+    }
+    return lengths | resolve("window to the left", g, s, dtype)
+
+
 # Options that hide keys from every query, and some that change how scores are computed.
 HIDING: dict[str, Options] = {
     name: name
@@ -59,9 +68,9 @@ HIDING: dict[str, Options] = {
         "window before the query + softcap",
         "keys far before the query + bias",
         "chunk",
-        "seqused + window to the left",
     )
 } | {
+    "seqused + window to the left": some_used,
     "spans": hiding_spans((1, 1), "dropout"),
     "spans for each batch": hiding_spans((2, 1), "sink"),
     "spans for each batch and head": hiding_spans((2, 4), "alibi"),
@@ -95,7 +104,7 @@ def check(
     """
     seen = (probabilities != 0).unflatten(1, (s.Hk, -1)).any(2).any(2)
     hidden = ~seen.transpose(1, 2)
-    assert hidden.any()
+    assert hidden.any() and not hidden.all()
     wanted = run(inputs, hidden, 1.0, **options)
     for junk in JUNK:
         for name, got in run(inputs, hidden, junk, **options).items():
