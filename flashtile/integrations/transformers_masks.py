@@ -302,8 +302,8 @@ def has_holes(mask: Tensor) -> bool:
 # The functions below set our own attributes on masks that `attention_mask` makes. Tensors and
 # `torch.compile` allow this, but the type checker does not: each such line has an `ignore`. Such a
 # mask belongs to one call of the model, so that what its layers learn about their inputs is kept
-# with it. Nothing is kept with the tensors of users: they can change through NumPy or `.data`, which
-# PyTorch does not count, so that `transformers_steps` gives the layers an alias.
+# with it. Nothing is kept with the tensors of users: they can change through NumPy or `.data`, and
+# PyTorch does not count that, so that `transformers_steps` gives the layers an alias.
 
 
 def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool | None = None) -> Tensor:
