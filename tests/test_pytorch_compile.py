@@ -21,6 +21,7 @@ import flashtile
 from flashtile.bert_padding import index_first_axis, index_put_first_axis, pad_input
 from flashtile.call import memo, prepare
 from flashtile.flash_blocksparse_attn_interface import flash_blocksparse_attn_func
+from flashtile.integrations import sdpa
 from flashtile.layers.rotary import (
     apply_rotary_emb,
 )
@@ -138,6 +139,29 @@ TRAINING = {
         lambda x, i: pad_input(x, i, 2, x.shape[0]),
         lambda n: {"x": same_heads(n, n), "i": torch.arange(n)},
     ),
+}
+
+
+def attend(options):
+    """(q, k, v, another argument by its name) -> attention, or PyTorch's function on flashtile."""
+
+    def call(q, k, v, **given):
+        return flashtile.attention(q, k, v, **given, **options)
+
+    return call
+
+
+def sdpa_attend(q, k, v, **given):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return sdpa.scaled_dot_product_attention(q, k, v, **given, enable_gqa=True)
+
+
+# What broadcasts to the sizes of a call, for two sequences of n tokens.
+BROADCAST = {
+    "attn_mask": (attend({}), lambda n: {"attn_mask": torch.ones(n, n + 3).tril().bool()}),
+    "bias": (attend({"causal": True}), lambda n: {"bias": normal(generator(n), 2, 1, n, n + 3)}),
+    "spans": (attend({}), lambda n: {"mask": Spans.documents(torch.arange(2 * n).view(2, n) // 5)}),
+    "sdpa": (sdpa_attend, lambda n: {"attn_mask": torch.ones(n, n + 3).tril().bool()}),
 }
 
 
@@ -310,6 +334,16 @@ class TestCompile:
         torch.compile(function, backend="aot_eager", fullgraph=True)(**call)
         with pytest.raises(AssertionError, match="called"):
             function(**call)
+
+    @pytest.mark.parametrize("name", BROADCAST)
+    def test_sizes_that_are_numbers_fit_sizes_that_are_symbols(self, name):
+        """The lengths of q, k and v have changed when the mask comes, so that they are symbols."""
+        function, make = BROADCAST[name]
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for n in (9, 14):
+            compiled(*heads_and_lengths(n))
+        inputs, given = heads_and_lengths(20), make(20)
+        assert_same(compiled(*inputs, **given), function(*inputs, **given))
 
     @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler, g++")
     def test_inductor(self):

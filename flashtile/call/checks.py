@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -598,6 +598,13 @@ def optional_tensors(operands: Operands, M: int, N: int) -> None:
         raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")
 
 
+def broadcasts_to(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether each size is 1 or the wanted one. While `torch.compile` traces, `size in (1, n)` is
+    False for a constant size that equals the symbol `n`: it does not look at symbols.
+    """
+    return all(size == 1 or size == n for size, n in zip(sizes, wanted, strict=True))
+
+
 def broadcastable(
     name: str,
     x: Any,
@@ -609,9 +616,7 @@ def broadcastable(
     """Check a tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
     of_dtypes(name, x, q, dtypes, wanted)
     aligned = sizes[max(0, len(sizes) - x.dim()) :]
-    if x.dim() > 4 or any(
-        size not in (1, full) for size, full in zip(x.shape, aligned, strict=True)
-    ):
+    if x.dim() > 4 or not broadcasts_to(x.shape, aligned):
         raise ValueError(
             f"{name}: got shape {shape_of(x)}, want one that broadcasts to (batch, heads, seq_q, "
             f"seq_k) = {sizes}"
@@ -650,7 +655,7 @@ def block_mask_kinds(kinds: Tensor, q: Tensor, B: int) -> None:
     Hq = q.shape[-2]
     same_device("block_mask", kinds, q)
     batch, heads = kinds.shape[:2]
-    if batch not in (1, B) or heads not in (1, Hq):
+    if not broadcasts_to((batch, heads), (B, Hq)):
         raise ValueError(
             f"block_mask: got a mask for batch {batch} and {heads} heads, want batch 1 or {B}, and "
             f"1 or {Hq} (query) heads"
@@ -736,8 +741,7 @@ def spans(mask: Any, q: Tensor) -> None:
         of_dtypes(f"mask.{name}", x, q, (torch.int32,), torch.int32)
         if (
             x.dim() != 4
-            or x.shape[0] not in (1, batch)
-            or x.shape[1] not in (1, heads)
+            or not broadcasts_to(x.shape[:2], (batch, heads))
             or x.shape[2] != rows
             or not 1 <= x.shape[3] <= MAX_INTERVALS
         ):

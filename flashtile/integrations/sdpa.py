@@ -234,7 +234,7 @@ def _four_dimensional(
     batch = torch.broadcast_shapes(*(x.shape[:-3] for x in shaped))
     heads = [x.shape[-3] if x.dim() > 2 else 1 for x in inputs]
     Hq = heads[0] if enable_gqa else max(heads)
-    if any(H < 1 or (Hq % H if enable_gqa else H not in (1, Hq)) for H in heads):
+    if any(H < 1 or (Hq % H if enable_gqa else H != 1 and Hq != H) for H in heads):
         wanted = "that divide the query's" if enable_gqa else "equal or 1 (or enable_gqa=True)"
         raise ValueError(f"query, key, value: got {heads} heads, want numbers {wanted}")
     if heads[1] != heads[2]:  # `attention` wants as many heads of v as of k, PyTorch does not
@@ -273,7 +273,7 @@ def _mask_options(
     wanted = (*(leading or (1,)), *sizes)
     mask = attn_mask[(None,) * max(0, 3 - attn_mask.dim())]
     aligned = wanted[len(wanted) - mask.dim() :]
-    if any(size not in (1, full) for size, full in zip(mask.shape, aligned, strict=True)):
+    if not checks.broadcasts_to(mask.shape, aligned):
         raise ValueError(
             f"attn_mask: got shape {tuple(attn_mask.shape)}, want one that broadcasts to {wanted}"
         )

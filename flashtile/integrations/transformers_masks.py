@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from .. import current_layout
+from ..call.checks import broadcasts_to
 
 MaskFunction = Callable[..., Any]
 T = TypeVar("T")
@@ -414,7 +415,7 @@ def rows(name: str, x: Tensor, batch: int) -> Tensor:
     Raises:
         ValueError: `x` has other sizes.
     """
-    if x.dim() != 2 or x.shape[0] not in (1, batch):
+    if x.dim() != 2 or not broadcasts_to(x.shape[:1], (batch,)):
         raise ValueError(
             f"{name}: got a tensor of shape {tuple(x.shape)}, want ({batch}, tokens) or (1, tokens)"
         )
@@ -465,7 +466,7 @@ def scores_mask(mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
         )
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     fits = len(shape) == 4 and (shape[3] == 1 or shape[3] >= sizes[3])
-    if not fits or any(x not in (1, y) for x, y in zip(shape[:3], sizes, strict=False)):
+    if not fits or not broadcasts_to(shape[:3], sizes[:3]):
         raise ValueError(
             f"attention_mask: got a tensor of shape {tuple(mask.shape)}, want one that broadcasts "
             f"to (batch, heads, seq_q, seq_k) = {sizes}, or padding of shape (batch, seq_k)"
