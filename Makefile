@@ -49,7 +49,7 @@ ENVIRONMENT := tests/test_layering.py tests/test_pytorch_compile.py tests/test_p
 	tests/training/test_settings.py
 
 .PHONY: help demo train test test-quick test-environment test-full test-gpu test-triton \
-	test-triton-full test-emulated compiled planted environments lint format notebooks docs bench wheel clean \
+	test-triton-full test-emulated compiled planted environments packages tritons lint format notebooks docs bench wheel clean \
 	$(foreach stage,interpret emulate count compile,$(TRITONS:%=$(stage)-triton-%))
 .DEFAULT_GOAL := help
 
@@ -98,22 +98,28 @@ compiled: $(VENV)/.dev  ## compile all kernels of the tests and write tests/comp
 	FLASHTILE_COMPILED=$(PARTS) $(MAKE) count-triton-$(OLDEST) compile-triton-$(NEWEST)
 	LC_ALL=C sort -u $(PARTS)/* > tests/compiled_kernels.txt
 
-planted: $(VENV)/triton-$(OLDEST)/.installed  ## plant errors, one at a time: do the tests catch them? (ARGS are names)
+planted: $(VENV)/triton-$(OLDEST)/.installed $(VENV)/.dev  ## plant errors, one at a time: do the tests catch them? (ARGS are names)
 	$(call WITH_TRITON,$(OLDEST)) $(PY) tests/planted_errors.py $(ARGS)
 
-$(TRITONS:%=interpret-triton-%): interpret-triton-%: $(VENV)/triton-%/.installed
+$(TRITONS:%=interpret-triton-%): interpret-triton-%: $(VENV)/triton-%/.installed $(VENV)/.dev
 	TRITON_INTERPRET=1 $(call WITH_TRITON,$*) $(PYTEST) tests/kernels/test_interpreter*.py $(ARGS)
 
-$(TRITONS:%=emulate-triton-%): emulate-triton-%: $(VENV)/triton-%/.installed
+$(TRITONS:%=emulate-triton-%): emulate-triton-%: $(VENV)/triton-%/.installed $(VENV)/.dev
 	$(call WITH_TRITON,$*) $(PYTEST) $(EMULATED) $(ARGS)
 
-$(TRITONS:%=count-triton-%): count-triton-%: $(VENV)/triton-%/.installed
+$(TRITONS:%=count-triton-%): count-triton-%: $(VENV)/triton-%/.installed $(VENV)/.dev
 	$(call WITH_TRITON,$*) $(PYTEST) $(COUNTED) $(ARGS)
 
-$(TRITONS:%=compile-triton-%): compile-triton-%: $(VENV)/triton-%/.installed
+$(TRITONS:%=compile-triton-%): compile-triton-%: $(VENV)/triton-%/.installed $(VENV)/.dev
 	$(call WITH_TRITON,$*) $(PYTEST) tests/kernels tests/hopper_kernels $(EMULATED:%=--ignore=%) $(ARGS)
 
-environments: $(VENV)/.dev $(VENV)/.docs $(TRITONS:%=$(VENV)/triton-%/.installed)
+environments: packages tritons
+
+# One after the other: both install into the same folder.
+packages: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(VENV)/.docs
+
+tritons: $(TRITONS:%=$(VENV)/triton-%/.installed)
 
 lint: $(VENV)/.dev  ## ruff (rules and format), mypy, and both type checkers over a user's file
 	$(PY) -m ruff check .
@@ -184,7 +190,7 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/.venv
 
 # One release of Triton in a folder of its own. On the path it comes before the environment's
 # packages, so that torch and the rest are installed once for all releases.
-$(VENV)/triton-%/.installed: $(VENV)/.dev
+$(VENV)/triton-%/.installed: | $(VENV)/.venv
 	rm -rf $(@D)
 	$(PY) -m pip install --disable-pip-version-check --target $(@D) triton==$* $(BESIDE_TRITON_$*)
 	@touch $@
