@@ -302,6 +302,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_deterministic_adds_in_order -k 192",
     ),
     Planted(
+        "hopper: rows that heads together load",
+        "lost_steps",
+        "together = order.swizzle + ",
+        "together = 1 + ",
+        "tests/test_hopper_order.py::test_the_sum_for_dq_counts_in_the_cache",
+    ),
+    Planted(
+        "hopper: order of a model",
+        "backwards",
+        "reversed(lengths)",
+        "lengths",
+        "tests/test_hopper_order.py::test_makespan_is_that_of_all_programs_in_their_order",
+    ),
+    Planted(
         "hopper: first group of heads",
         "swizzled_order",
         "swizzle + gl.minimum(first, 0)",
