@@ -303,14 +303,14 @@ HOPPER: list[Planted] = [
     ),
     Planted(
         "hopper: rows that heads together load",
-        "lost_steps",
-        "together = order.swizzle + ",
-        "together = 1 + ",
+        "Model.lost_steps",
+        "together = float(order.swizzle)",
+        "together = 1.0",
         "tests/test_hopper_order.py::test_the_sum_for_dq_counts_in_the_cache",
     ),
     Planted(
         "hopper: order of a model",
-        "backwards",
+        "Model.backwards",
         "reversed(lengths)",
         "lengths",
         "tests/test_hopper_order.py::test_makespan_is_that_of_all_programs_in_their_order",

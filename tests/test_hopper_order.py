@@ -187,7 +187,7 @@ def test_few_long_tiles_are_split():
 
 
 @pytest.mark.parametrize("window_right", [None, 0])
-@pytest.mark.parametrize(("heads", "M"), [((16, 16), 16384), ((32, 8), 16384), ((16, 16), 1024)])
+@pytest.mark.parametrize(("heads", "M"), [((16, 16), 16384), ((32, 8), 8192), ((16, 16), 1024)])
 def test_enough_tiles_stay_whole(heads: tuple[int, int], M: int, window_right: int | None):
     assert parts(heads, M, window_right=window_right) == 1
 

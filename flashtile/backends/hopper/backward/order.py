@@ -227,17 +227,21 @@ class Model:
             heads_of_part += 1  # a part that begins and ends within heads shares both with others
         lost = 0.0
         for heads, lengths in self.loops:
-            # Also those of the next heads, which start while these end.
-            together = order.swizzle + self.gpu.multiprocessors / (2 * len(lengths))
+            together = float(order.swizzle)
+            # Equal loops keep in step, so that half of the rows are in use at a time.
+            longer = 2.0
+            if is_uneven(problem):
+                # Also those of the next heads, which start while these end. Loops of unlike lengths
+                # use fewer rows at a time than the longest one.
+                together += self.gpu.multiprocessors / (2 * len(lengths))
+                longer = lengths[0] * len(lengths) / max(sum(lengths), 1)
             together = min(together, heads * order.parts)
             held = CACHED_SHARE * self.gpu.cache_bytes / (together * of_step)
-            total = sum(lengths)
             if problem.options.window_left is not None or problem.options.attention_chunk > 0:
                 # Later tiles need other rows, but no tile returns to those of an earlier head.
                 found = held / -(-problem.M // TILES[self.columns].BLOCK_M) * lengths[0]
             else:
-                # Loops of unlike lengths use fewer rows at a time than the longest one.
-                found = held / heads_of_part * lengths[0] * len(lengths) / max(total, 1)
+                found = held / heads_of_part * longer
             if found < lengths[0]:
                 lost += heads * sum(length - found for length in lengths if length > found)
         return problem.group * lost
