@@ -45,11 +45,13 @@ QUANTITIES = (
     Quantity("rms error against float64", lambda row: row.rms_error, ".1e"),
 )
 
-# Ours, and whose fastest it is divided by.
+LIBRARIES = ("fa3", "fa4", "cudnn", "fa2", "sdpa-efficient", "flex")
+# Ours, and whose fastest it is divided by; all of `LIBRARIES` only where all are measured.
 RATIOS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("flashtile", ("fa2",)),
     ("flashtile-triton", ("fa2",)),
     ("flashtile", ("cudnn", "fa3", "fa4")),
+    ("flashtile", LIBRARIES),
     *((f"flashtile{way}", ("flex",)) for way in ("", "-function", "-spans")),
     ("flashtile-spans", ("flashtile",)),
     ("flashtile", ("flashtile-unshared",)),
@@ -109,7 +111,9 @@ def _table(rows: list[Row], quantity: Quantity) -> Iterator[str]:
     same = [heading for heading, cells in columns.items() if len(set(cells)) == 1]
     differ = [heading for heading in columns if heading not in same]
     peers = list(dict.fromkeys(row.peer for row in rows if quantity.value(row) is not None))
-    ratios = [r for r in RATIOS if quantity.has_ratio and r[0] in peers and {*r[1]} & {*peers}]
+    there = {*peers}
+    ratios = [r for r in RATIOS if quantity.has_ratio and r[0] in there and there & {*r[1]}]
+    ratios = [r for r in ratios if r[1] is not LIBRARIES or there >= {*LIBRARIES}]
     if same:
         yield ", ".join(f"{heading} {columns[heading][0]}" for heading in same) + ":"
         yield ""

@@ -1,5 +1,5 @@
 """Pictures of a run: speed and memory against length, speed against density, drawn shapes,
-masks next to FlexAttention."""
+masks next to FlexAttention, calls of models."""
 
 from __future__ import annotations
 
@@ -68,6 +68,9 @@ def draw(folder: Path, rows: Sequence[Row], provenance: Provenance) -> list[Path
         for name, picture in PICTURES.items():
             if figure := picture(series, provenance):
                 paths.append(_save(folder, name, series[0], figure))
+    for direction in dict.fromkeys(row.direction for row in rows):
+        if figure := _models([row for row in rows if row.direction == direction], provenance):
+            paths.append(_save(folder, f"models-{direction}", None, figure))
     for _, group in groupby(ordered, key=lambda row: (row.preset, row.dtype, row.direction)):
         series = list(group)
         if figure := _density(series, provenance):
@@ -84,9 +87,9 @@ def _series(row: Row) -> tuple[object, ...]:
     return (row.preset, row.dtype, row.direction, row.variant, 0 if row.preset else row.batch)
 
 
-def _save(folder: Path, name: str, row: Row, figure: Any) -> Path:
-    parts = [name, row.preset, row.direction, row.dtype]
-    if name not in ("density", "drawn", "flex"):
+def _save(folder: Path, name: str, row: Row | None, figure: Any) -> Path:
+    parts = [name] if row is None else [name, row.preset, row.direction, row.dtype]
+    if row is not None and name not in ("density", "drawn", "flex"):
         parts += [row.variant, "" if row.preset else f"b{row.batch}"]
     path = folder / (re.sub(r"[^\w.]+", "-", "-".join(filter(None, parts))) + ".png")
     figure.savefig(path, dpi=130)
@@ -240,6 +243,40 @@ def _drawn(rows: list[Row], provenance: Provenance) -> Any:
     axis.set_ylabel("times as fast as the library")
     axis.grid(alpha=0.3)
     return _with_legend(figure, [(_panel(rows[0]), axis)])
+
+
+def _models(rows: list[Row], provenance: Provenance) -> Any:
+    """How many times as fast as each library flashtile is in the call of each model, the worst
+    last."""
+    measured = [row for row in rows if row.preset == "gpu-models" and row.median_ms]
+    ours = {row.variant: row.median_ms for row in measured if row.peer == "flashtile"}
+    ratios: dict[str, dict[str, float]] = {}
+    for row in measured:
+        if not is_ours(row.peer) and (mine := ours.get(row.variant)) and row.median_ms:
+            ratios.setdefault(row.variant, {})[row.peer] = row.median_ms / mine
+    if not ratios:
+        return None
+    names = sorted(ratios, key=lambda name: min(ratios[name].values()))
+    title = f"attention calls of models, {measured[0].direction}: flashtile against each library"
+    figure, [(panel, axis)] = _panels(measured[:1], title, provenance, width=9.0, by_mask=False)
+    figure.set_figheight(2.0 + 0.24 * len(names))
+    axis.set_title(f"{len(names)} calls", fontsize=10)
+    for peer in sorted({row.peer for row in measured if not is_ours(row.peer)}):
+        points = [
+            (min(r[peer], 4.0), n) for n, r in enumerate(map(ratios.get, names)) if r and peer in r
+        ]
+        style = {"color": COLOURS.get(peer), "marker": MARKERS.get(peer, "x")}
+        if points:
+            axis.plot(*zip(*points, strict=True), label=peer, linestyle="", **style)
+    axis.axvline(1.0, color="0.4", linewidth=1, label="equally fast")
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xscale("log", base=2)
+    ticks = {0.25: "0.25", 0.5: "0.5", 0.8: "0.8", 1: "1", 1.25: "1.25", 2: "2", 4: "≥ 4"}
+    axis.set_xticks(list(ticks), list(ticks.values()))
+    axis.xaxis.minorticks_off()
+    axis.set_xlabel("times as fast as the library")
+    axis.grid(alpha=0.3)
+    return _with_legend(figure, [(panel, axis)])
 
 
 def _next_to_flex(rows: list[Row], provenance: Provenance) -> Any:

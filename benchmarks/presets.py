@@ -11,7 +11,7 @@ import torch
 from flashtile.ops.quantize.formula import Recipe
 from flashtile.testing import generator
 
-from . import field
+from . import field, models
 from .run import Settings
 from .shapes import BLOCK_TILE, Case, vary
 
@@ -305,6 +305,14 @@ PRESETS = {
         f"{field.COUNT} shapes that --seed draws: lengths, heads, head dims, masks, packing",
         field.draw,
         replace(_settings("flashtile fa3 fa4 cudnn", BOTH_PASSES, 0.1), memory=False),
+    ),
+    "gpu-models": Preset(
+        "the attention calls of 34 published models, next to every library that has them",
+        models.calls(),
+        replace(
+            _settings("flashtile fa3 fa4 cudnn fa2 sdpa-efficient flex", BOTH_PASSES, 0.05),
+            **MANY_CELLS,
+        ),
     ),
     "gpu-options": Preset(
         "options, other dtypes and a value head dim, next to the libraries that have them",

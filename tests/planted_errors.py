@@ -302,6 +302,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_deterministic_adds_in_order -k 192",
     ),
     Planted(
+        "hopper: rows that heads together load",
+        "Model.lost_steps",
+        "together = float(order.swizzle)",
+        "together = 1.0",
+        "tests/test_hopper_order.py::test_the_sum_for_dq_counts_in_the_cache",
+    ),
+    Planted(
+        "hopper: order of a model",
+        "Model.backwards",
+        "reversed(lengths)",
+        "lengths",
+        "tests/test_hopper_order.py::test_makespan_is_that_of_all_programs_in_their_order",
+    ),
+    Planted(
         "hopper: first group of heads",
         "swizzled_order",
         "swizzle + gl.minimum(first, 0)",

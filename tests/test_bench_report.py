@@ -307,6 +307,32 @@ def test_drawn_shapes_share_one_picture(tmp_path: Path) -> None:
     assert draw(tmp_path, ours, ORIGIN) == []  # nobody to compare with
 
 
+def test_calls_of_models_have_a_ratio_to_the_fastest_library(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.plots import draw
+
+    cases = presets.preset_cases("gpu-models")
+    assert len({case.variant for case in cases}) == len(cases) == 34
+    first, second = cases[:2]
+    rows = [_row("flashtile", 100.0, first), _row("flashtile", 100.0, second)]
+    rows += [_row(peer, 50.0, first) for peer in markdown.LIBRARIES]
+    rows += [_row("fa4", 125.0, second), _row("fa3", None, second)]
+    lines = markdown.page(rows, ORIGIN).splitlines()
+    (heading,) = (line for line in lines if "| fa4 |" in line)
+    at = lines.index(heading)
+    headings = heading.strip("| ").split(" | ")
+    ratio = headings.index(f"flashtile / best of {', '.join(markdown.LIBRARIES)}")
+    table = [line.strip("| ").split(" | ") for line in lines[at + 2 : at + 4]]
+    ratios = {cells[0]: cells[ratio] for cells in table}
+    assert ratios == {first.variant: "2.00", second.variant: "0.80"}
+    assert [path.name for path in draw(tmp_path, rows, ORIGIN)] == ["models-forward.png"]
+    (axis,) = plots._models(rows, ORIGIN).axes
+    fa4 = next(line for line in axis.get_lines() if line.get_label() == "fa4")
+    assert fa4.get_xdata().tolist() == pytest.approx([0.8, 2.0])  # the worst first
+    assert [label.get_text() for label in axis.get_yticklabels()] == [second.variant, first.variant]
+    assert draw(tmp_path, rows[:2], ORIGIN) == []  # nobody to compare with
+
+
 def test_no_picture_cuts_off_a_line() -> None:
     pytest.importorskip("matplotlib")
     slow = [replace(SMALL, preset="p", seqlen_q=n, seqlen_k=n, batch=640 // n) for n in (160, 320)]
@@ -347,6 +373,7 @@ def test_a_preset_names_its_cases(name: str) -> None:
     assert settings.device == "cuda"
     dtypes = {
         "gpu-options": {"bfloat16", "float16", "float32"},
+        "gpu-models": {"bfloat16", "float16", "float32"},
         "fa-readme": {"float16"},
         "lecture": {"float16", "float32"},
     }
@@ -407,6 +434,22 @@ def test_options_run_at_a_small_size(case: Case) -> None:
     for row in run.measure_case(small, settings):
         assert row.skipped == ""
         assert case.dropout or (row.max_error or 1) < 0.1
+
+
+@pytest.mark.parametrize("case", presets.preset_cases("gpu-models"), ids=lambda c: c.variant)
+def test_calls_of_models_run_at_a_small_size(case: Case) -> None:
+    group = case.heads_q // case.heads_kv
+    lengths = tuple(min(n, 40) for n in case.lengths[:3])
+    tokens = {
+        name: sum(lengths) or min(getattr(case, name), 96) for name in ("seqlen_q", "seqlen_k")
+    }
+    small = replace(case, batch=1, heads_q=group, heads_kv=1, lengths=lengths, **tokens)
+    small = replace(small, head_dim=case.head_dim // 4, head_dim_v=case.head_dim_v // 4)
+    small = replace(small, documents=len(lengths), dtype="float32")
+    settings = replace(QUICK, peers=("flashtile",), directions=("forward", "backward"))
+    for row in run.measure_case(small, settings):
+        assert row.skipped == ""
+        assert case.dropout or (row.max_error or 1) < 1e-3
 
 
 def test_sparse_cases_leave_what_their_name_says() -> None:

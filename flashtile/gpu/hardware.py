@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -31,13 +32,33 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors (SMs) of a GPU; without an index, of the current one."""
+class Gpu(NamedTuple):
+    """What models of the time of kernels know of a GPU."""
+
+    multiprocessors: int  # SMs
+    cache_bytes: int  # of the L2 cache
+    bytes_per_us: float  # of the memory
+
+
+H100 = Gpu(132, 50 * 2**20, 3.35e6)
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """A GPU; without an index, the current one."""
     if device.type == "cpu" or not torch.cuda.is_available():  # the interpreter: as on an H100
-        return 132
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+        return H100
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU; without an index, of the current one."""
+    return gpu_of(device).multiprocessors
 
 
 @memoised(64)
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _gpu(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    # Not every PyTorch says all of them: in kHz and bits, and two transfers in a period.
+    rate = getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 4e3
+    cache = getattr(found, "L2_cache_size", 0)
+    return Gpu(found.multi_processor_count, cache or H100.cache_bytes, rate or H100.bytes_per_us)

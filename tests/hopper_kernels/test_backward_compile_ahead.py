@@ -40,6 +40,7 @@ from flashtile.backends.hopper.backward.launch import (
     config_of,
     lists_of,
 )
+from flashtile.backends.hopper.backward.order import Order
 from flashtile.backends.hopper.backward.row_kernels import round_kernel
 from flashtile.gpu.launch import Launch
 
@@ -98,7 +99,7 @@ def launches_of(
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
         for module in (buffers, backward_launch):
-            patch.setattr(module, "parts_of_tile", lambda *_: parts)
+            patch.setattr(module, "order_of_call", lambda *_: Order(parts, 1))
         made = buffers.allocation(problem, operands).buffers()
         if is_partial:
             made = made._replace(dq=torch.zeros(q.shape, dtype=dq_dtype))
@@ -249,11 +250,8 @@ def test_parts_with_options_compile(kind: str):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3, 4, 16, 17)])
-def test_new_lengths_and_heads_compile_nothing_new(
-    monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...], options: dict[str, Any]
-):
+def test_new_lengths_and_heads_compile_nothing_new(parts: tuple[int, ...], options: dict[str, Any]):
     """The longer deterministic calls have two phases, the shorter ones have one."""
-    monkeypatch.setattr(backward_launch, "backward_swizzle", lambda *_: 1)
     seen = set()
     lengths = ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
     for (M, N), count in zip(lengths, parts, strict=True):

@@ -22,10 +22,12 @@ from flashtile.backends.hopper.backward.launch import (
     lists_of,
     sink_gradient,
 )
+from flashtile.backends.hopper.backward.order import Order, swizzles
 from flashtile.backends.hopper.backward.plan import leaves_keys_unseen
 from flashtile.backends.hopper.shared.launch import readable
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.gpu.hardware import H100
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.spans import Spans
@@ -61,9 +63,10 @@ def gradients(
     """What the emulated kernels write into poisoned outputs, and add to `add_to`, if given."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     problem = problem._replace(is_partial=add_to is not None)
+    swizzle = swizzles(problem, parts, H100)[-1]
     with pytest.MonkeyPatch.context() as patch:
         for module in (buffers, launch):
-            patch.setattr(module, "parts_of_tile", lambda *_: parts)
+            patch.setattr(module, "order_of_call", lambda *_: Order(parts, swizzle))
         found = buffers.allocation(problem, operands).buffers()
         if add_to is not None:
             found = found._replace(dq=add_to)

@@ -7,8 +7,9 @@ from configurations import one_kind_each
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import launch, plan
+from flashtile.backends.hopper.backward import plan
 
+from . import test_backward_emulated
 from .test_backward_emulated import dense
 
 
@@ -32,7 +33,7 @@ def test_deterministic_phases(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, lengths: tuple[int, int], parts: int
 ):
     """More key heads, or parts of them, than run together: tiles of two phases alternate."""
-    monkeypatch.setattr(launch, "backward_swizzle", lambda *_: 3)
+    monkeypatch.setattr(test_backward_emulated, "swizzles", lambda *_: [3])
     monkeypatch.setattr(plan, "FEWEST_IN_PHASES", 2)
     M, N = lengths
     sizes = {"M": M, "N": N, "D": head_dim, "Hq": 4, "Hk": 2}

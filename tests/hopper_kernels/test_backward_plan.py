@@ -9,9 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward.plan import backward_plan, backward_swizzle, phases_of
+from flashtile.backends.hopper.backward.order import swizzles
+from flashtile.backends.hopper.backward.plan import backward_plan, phases_of
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
+from flashtile.gpu.hardware import H100
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem
 from flashtile.spans import Spans
@@ -117,6 +119,18 @@ def test_full_masks_count_the_sum_for_dq_in_the_swizzle():
 
     def swizzle(**options: Any) -> int:
         sizes = {"M": 4096, "N": 4096}
-        return backward_swizzle(problem(256, deterministic=True, **options)._replace(**sizes))
+        found = problem(256, deterministic=True, **options)._replace(**sizes)
+        return swizzles(found, 1, H100)[0]
 
     assert [swizzle(), swizzle(causal=True), swizzle(window_size=(100, -1))] == [4, 8, 8]
+
+
+def test_consumers_start_apart_where_most_tiles_are_full():
+    """As under a full mask; the masked steps of few tiles separate no others."""
+
+    def stagger(M: int, N: int, D: int = 128, **options: Any) -> int:
+        return backward_plan(problem(D, causal=True, **options)._replace(M=M, N=N)).STAGGER
+
+    assert stagger(1024, 16384) == backward_plan(problem()).STAGGER == 400
+    assert stagger(1024, 2048) == 400 and stagger(1025, 2048) == stagger(16384, 16384) == 0
+    assert stagger(1024, 16384, window_size=(100, 0)) == stagger(1024, 16384, D=64) == 0

@@ -222,6 +222,15 @@ def test_short_causal_loops_have_smaller_tiles():
     check(dense(64, 64, N=1025, causal=True), 0)
 
 
+@pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
+def test_blocks_of_two_consumers_are_as_lean():
+    call = dense(64, 64, M=577)
+    assert launch_of(*call).arguments["cfg"].CONSUMERS == 2
+    check(call, 0)
+    blocks = report(launch_of(*call)).blocks
+    assert len(blocks) == 2 and all(block.length <= INSTRUCTIONS[64] for block in blocks)
+
+
 def test_long_causal_loops_begin_with_the_first_block():
     long, short = (launch_of(*dense(N=N, causal=True)) for N in (8193, 8192))
     assert [x.arguments["cfg"].IS_ASCENDING for x in (long, short)] == [True, False]

@@ -19,6 +19,7 @@ from flashtile.backends.hopper.backward import buffers as backward_buffers
 from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.distributed import ContextParallel
+from flashtile.gpu.hardware import H100
 from flashtile.problem import AttentionProblem
 from flashtile.testing import (
     assert_close,
@@ -69,8 +70,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     patch(forward_path, allocate_and_run_all=run, tile_counter=counter)
     patch(backward_path, allocate_and_run_all=run, prepared_call=lambda *_: None)
-    for module in (forward_path, backward_buffers):
-        patch(module, multiprocessors=lambda device: PROGRAMS)
+    patch(forward_path, multiprocessors=lambda device: PROGRAMS)
+    patch(backward_buffers, gpu_of=lambda device: H100._replace(multiprocessors=PROGRAMS))
     with as_if_on_a_gpu():
         yield passes
 

@@ -240,6 +240,11 @@ def test_lengths(lengths: tuple[int, int], head_dim: int):
     dense(sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
 
 
+@pytest.mark.parametrize("rows", [70, 200])
+def test_full_masks_of_two_consumers(rows: int):
+    dense(sizes={"M": rows, "N": rows + 57, "D": 64})
+
+
 @pytest.fixture
 def long_from_64_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lengths of an emulation count as long."""

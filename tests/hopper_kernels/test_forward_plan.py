@@ -52,6 +52,22 @@ def test_tiles_that_see_few_keys_have_narrow_blocks(
     assert plan(problem._replace(runs=2)).BLOCK_N == 128  # parts of sequences
 
 
+def test_full_masks_have_few_rows_beyond_the_last_query():
+    """577 queries of a vision transformer: 640 rows instead of 768."""
+
+    def rows(M: int, D: int = 64, **options: Any) -> int:
+        q = torch.empty(1, M, 2, D, dtype=torch.bfloat16, device="meta")
+        return plan(AttentionProblem.of(Operands(q, q, q), Options(M, M, 1.0, **options))).BLOCK_M
+
+    assert [rows(M) for M in (192, 193, 256, 257, 512, 576, 577, 640, 641)] == [
+        192, 128, 128, 192, 192, 192, 128, 128, 192,
+    ]  # fmt: skip
+    assert rows(577, 128) == 128 and rows(577, window_right=300) == 192
+    q = torch.empty(1, 577, 2, 64, dtype=torch.bfloat16, device="meta")
+    problem = AttentionProblem.of(Operands(q, q, q), Options(577, 577, 1.0))
+    assert plan(problem._replace(layout="packed")).BLOCK_M == 192
+
+
 @pytest.mark.parametrize(
     "part",
     [{"runs": 1}, {"has_sequences": True}, {"is_partial": True}],

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....gpu.hardware import multiprocessors
+from ....gpu.hardware import gpu_of
 from ....gpu.memory import NewTensor, Scratch, filled, uninitialised
 from ....problem import AttentionProblem, Operands
 from ..shared.packing_order import most_tiles
-from .parts import Parts, parts_of
+from .order import Order, order_of
 from .plan import BackwardConfig, backward_plan, leaves_keys_unseen
 from .span_lists import SpanBuffers, span_buffers
 
@@ -66,23 +66,14 @@ class Allocation(NamedTuple):
         )
 
 
-def parts_of_tile(problem: AttentionProblem, operands: Operands) -> int:
-    """The number of programs that share a tile of keys."""
-    return _parts(problem, operands).number
-
-
-def parts_are_apart(problem: AttentionProblem, operands: Operands) -> bool:
-    """Whether other programs come between those that share a tile of keys."""
-    return _parts(problem, operands).are_apart
-
-
-def _parts(problem: AttentionProblem, operands: Operands) -> Parts:
-    return parts_of(problem, operands.k.shape[0], multiprocessors(operands.k.device))
+def order_of_call(problem: AttentionProblem, operands: Operands) -> Order:
+    """The order of the programs of a call, on its GPU."""
+    return order_of(problem, operands.k.shape[0], gpu_of(operands.k.device))
 
 
 def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
     """The compile-time constants of a call."""
-    return backward_plan(problem, parts_of_tile(problem, operands) > 1)
+    return backward_plan(problem, order_of_call(problem, operands).parts > 1)
 
 
 def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:
@@ -107,7 +98,7 @@ def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:
         shapes |= dict.fromkeys(("lse_log2", "minus_delta"), (blocks, config.BLOCK_M))
     if config.IS_PARTED:
         sums = problem.Hk * key_blocks(problem, operands, config)
-        sums *= parts_of_tile(problem, operands)
+        sums *= order_of_call(problem, operands).parts
         shapes["dk_parts"] = sums, config.BLOCK_N * (config.BLOCK_D + config.TAIL_D)
         shapes["dv_parts"] = sums, config.BLOCK_N * (config.BLOCK_DV + config.TAIL_DV)
     of_integers: dict[str, tuple[int, ...]] = {}

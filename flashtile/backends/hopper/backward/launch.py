@@ -29,14 +29,13 @@ from .buffers import (
     config_of,
     key_blocks,
     key_tiles,
-    parts_are_apart,
-    parts_of_tile,
+    order_of_call,
     workspace_blocks,
 )
 from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
-from .plan import BackwardConfig, backward_swizzle, phases_of
+from .plan import BackwardConfig, phases_of
 from .row_kernels import delta_kernel, round_kernel
 from .schedule import (
     KeyOrder,
@@ -168,7 +167,7 @@ def lists_of(
     """The lists of a call's block mask, if it has one."""
     if not config.HAS_BLOCK_MASK:
         return None
-    tile, swizzle = (config.BLOCK_M, config.BLOCK_N), backward_swizzle(problem)
+    tile, swizzle = (config.BLOCK_M, config.BLOCK_N), order_of_call(problem, operands).swizzle
     return lists_by_keys(problem, operands, *tile, swizzle, config.IS_ORDERED)
 
 
@@ -221,12 +220,6 @@ def backward_launches(
     return launches
 
 
-def swizzle_of(problem: AttentionProblem, operands: Operands) -> int:
-    """The head swizzle of a call with its parts."""
-    parts = parts_of_tile(problem, operands)
-    return backward_swizzle(problem, parts, parts_are_apart(problem, operands))
-
-
 def delta_launch(
     problem: AttentionProblem,
     operands: Operands,
@@ -240,7 +233,7 @@ def delta_launch(
     """The launch that computes the statistics of all rows and clears the workspace."""
     config = common["cfg"]
     out = readable(out)
-    together = swizzle_of(problem, operands) // (problem.Hk * parts_of_tile(problem, operands))
+    parts, swizzle = order_of_call(problem, operands)
     arguments = {
         "out_ptr": out,
         "dout_ptr": dout,
@@ -255,7 +248,7 @@ def delta_launch(
         "dk_ptr": made.dk,
         "dv_ptr": made.dv,
         "entries": key_tiles(problem, operands, config),
-        "together": max(together, 1),
+        "together": max(swizzle // (problem.Hk * parts), 1),
         "heads": problem.Hq,
         "group": problem.group,
         "keep": 1.0 - problem.options.dropout_p if config.HAS_DROPOUT else None,
@@ -274,10 +267,9 @@ def key_launch(
 ) -> Launch:
     """The launch that computes dk, dv, and the sum for dq."""
     config, options = common["cfg"], problem.options
-    parts = parts_of_tile(problem, operands)
+    parts, swizzle = order_of_call(problem, operands)
     plain = (made.dk_parts, made.dv_parts) if config.IS_PARTED else (made.dk, made.dv)
     heads, tiles = problem.Hk * parts, -(-problem.N // config.BLOCK_N)
-    swizzle = swizzle_of(problem, operands)
     reciprocals: OrderReciprocals | PhaseReciprocals
     if config.HAS_PHASES:
         together = problem.B * heads
@@ -371,7 +363,7 @@ def add_parts_launch(
         "total_k": operands.k.shape[0],
         "heads": problem.Hk,
         "blocks": key_blocks(problem, operands, config),
-        "parts": parts_of_tile(problem, operands),
+        "parts": order_of_call(problem, operands).parts,
         "scale": problem.options.softmax_scale,
         "cfg": config,
     }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE, has_tile, padded
+from ..forward.plan import HEAD_DIMS, has_tile, padded
 
 
 class BackwardTile(NamedTuple):
@@ -37,10 +37,6 @@ TILES = {
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
-
-# Widest head swizzle with ordered additions, larger because tiles that add to the same rows then
-# start one after the other and wait less.
-WIDEST_ORDERED = 64
 
 # With fewer tiles of a head, too many of the programs of two phases would have no tile.
 FEWEST_IN_PHASES = 8
@@ -84,7 +80,7 @@ class BackwardConfig:
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
     HAS_PHASES: bool  # the tiles of a head may run in two phases: see `phases_of`
-    IS_PARTED: bool  # several programs share a tile of keys: see `parts.py`
+    IS_PARTED: bool  # several programs share a tile of keys: see `order.py`
     STAGGER: int  # cycles by which the second consumer starts later than the first
     FULL_STAGGER: int  # the same before the full blocks of a list
     RUNS: int  # as in the forward
@@ -183,8 +179,8 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
 
     Consumers that start together stay together: both compute exponentials while the tensor cores
     are idle, and a step takes up to 15 % longer. With 128 columns under a causal mask, the masked
-    first steps separate them, and short query loops end before it matters; there a delay gained
-    nothing.
+    first steps separate them, unless most tiles have none because there are many more keys than
+    queries. Short query loops end before it matters; there a delay gained nothing.
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
@@ -192,7 +188,8 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
         return 0
     if columns < 128:
         return 800
-    if options.window_right is not None:
+    has_masked = options.window_right is not None
+    if has_masked and (problem.layout != "dense" or problem.N < 2 * problem.M):
         return 0
     return 400 if problem.layout == "dense" else 800
 
@@ -252,27 +249,6 @@ def is_uneven(problem: AttentionProblem) -> bool:
     options = problem.options
     ruled = options.window_right is not None or options.attention_chunk > 0
     return ruled or has_lists(problem)
-
-
-def backward_swizzle(problem: AttentionProblem, parts: int = 1, are_apart: bool = False) -> int:
-    """The number of heads whose tiles run at the same time; see `swizzle_of` of the forward.
-
-    They are key heads, and the queries of a whole group pass through the cache, or they are parts
-    of key heads, each with its share of the group. Parts that are not apart count together.
-    """
-    if parts > 1 and not are_apart:
-        return parts * backward_swizzle(problem)
-    ordered = problem.options.deterministic
-    if not is_uneven(problem) and not ordered:
-        return 1
-    of_a_head = problem.M * (problem.D + problem.Dv) * 2 * problem.group
-    is_full = not is_uneven(problem) and problem.options.window_left is None
-    if is_full and problem.layout == "dense":
-        # Tiles of a head wait for each other until each is at another block, so that they
-        # use the whole of the head's dQ, too.
-        of_a_head += problem.M * dq_columns(problem, padded_columns(problem)) * 4 * problem.group
-    widest = WIDEST_ORDERED if ordered else WIDEST_SWIZZLE
-    return min(max(parts * CACHED_BYTES // of_a_head, 1), widest)
 
 
 def has_phases(problem: AttentionProblem) -> bool:

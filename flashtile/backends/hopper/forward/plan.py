@@ -120,6 +120,10 @@ UNMASKED_TILES = {(128, 128): Tile(2, 128, 2, True, "registers", "late")}
 SHORT_CAUSAL = 1024  # keys
 SHORT_CAUSAL_TILES = {(64, 64): Tile(2, 128, 4, False, "registers")}
 
+# Time of a block of so many rows with these tiles, over that with `TILES`: 10 % by the log, 5 % for
+# what was not measured.
+TWO_CONSUMERS_COST = 1.15
+
 # If tiles see few keys, blocks of 64 keys have fewer masked scores. Their loops also have less
 # code, which a short call may have to read from memory.
 FEW_KEYS = 512
@@ -162,7 +166,7 @@ def tile_of(problem: AttentionProblem) -> Tile:
     elif _sees_few_keys(problem):
         of_mask = NARROW_TILES
     elif not problem.facts:
-        of_mask = UNMASKED_TILES
+        of_mask = UNMASKED_TILES | (SHORT_CAUSAL_TILES if _fits_two_consumers(problem) else {})
     elif options.window_right == 0 and problem.N <= SHORT_CAUSAL:
         of_mask = SHORT_CAUSAL_TILES
     elif _is_plain_causal(problem) and problem.N > LONG_CAUSAL:
@@ -187,6 +191,14 @@ def _sees_few_keys(problem: AttentionProblem) -> bool:
     return right == 0 and longest >= problem.N
 
 
+def _fits_two_consumers(problem: AttentionProblem) -> bool:
+    """Whether tiles of two consumers have so many fewer rows beyond the last query of a dense batch
+    than those of three that they are faster, though each block is slower.
+    """
+    two, three = (-(-problem.M // rows) * rows for rows in (2 * CONSUMER_ROWS, 3 * CONSUMER_ROWS))
+    return problem.layout == "dense" and TWO_CONSUMERS_COST * two < three
+
+
 def _is_plain_causal(problem: AttentionProblem) -> bool:
     """Whether the causal mask is all that changes scores, and all sequences are as long as the
     tensors.
@@ -204,8 +216,8 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
 @dataclass(frozen=True)
 class KernelConfig:
     """The compile-time constants of the kernel, with reasons in docs/compilation.md. Lengths and
-    strides are not among them and recompile nothing, except that short and long causal problems and
-    narrow windows may have another tile.
+    strides are not among them and recompile nothing, except that short and long causal problems,
+    narrow windows and few queries may have another tile.
     """
 
     BITS: int  # bits of an element of Q, K, V and P
