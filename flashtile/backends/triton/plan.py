@@ -294,7 +294,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         else None,
         scores=_kernel_plan(problem, scores, False, aligned, False),
         bands=_kernel_plan(problem, bands, False, aligned, False),
-        short=_kernel_plan(problem, _short_tile(problem), False, aligned, False, has_dead_rows=dead)
+        short=_kernel_plan(problem, short_tile(problem), False, aligned, False, has_dead_rows=dead)
         if is_short(problem)
         else None,
     )
@@ -313,10 +313,17 @@ def is_short(problem: AttentionProblem) -> bool:
     return fits and not (cached or is_part or masked or problem.options.score_mod)
 
 
-def _short_tile(problem: AttentionProblem) -> Tile:
-    """One tile for a head. Two warps multiply without wgmma, so narrow heads need no padding."""
+def short_tile(problem: AttentionProblem) -> Tile:
+    """One tile for a head.
+
+    Two warps multiply without wgmma, so narrow heads need no padding; larger tiles would spill
+    their registers. A group of heads keeps dK and dV in registers, too.
+    """
     rows, keys = (max(16, 1 << (size - 1).bit_length()) for size in (problem.M, problem.N))
-    return Tile(rows, keys, 2 if max(problem.D, problem.Dv) <= 64 else 4, 1)
+    size = max(rows, keys) * max(problem.D, problem.Dv)
+    if size <= 64 * 32:
+        return Tile(rows, keys, 2, 1)
+    return Tile(rows, keys, 8 if size > 64 * 64 and problem.group > 1 else 4, 1)
 
 
 def tiles_for(name: str, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:

@@ -1,13 +1,16 @@
 """Short sequences: one program has all queries and keys of a head.
 
-With at most `plan.SHORT` queries and keys, a head has one tile of scores, and a loop has one step. A
-forward is one step of the usual KV loop. A backward is one launch: a program recomputes P and dP of
-a key head's query heads, one after the other, and writes dQ, dK and dV once. It needs no output and
-no kernel that runs first, because
+With at most `plan.SHORT` queries and keys, a head has one tile of scores. A forward needs no online
+softmax. A backward is one launch: a program recomputes P and dP of a key head's query heads, one
+after the other, and writes dQ, dK and dV once. It needs no output and no kernel that runs first,
+because
 
     delta = rowsum(dO * O) = rowsum(P * dP), with the P that dropout keeps
 
 is a sum over its own tile. Each sum has one fixed order, so results are bitwise reproducible.
+
+What limits these kernels is latency, so their tiles are small enough for several programs to share
+a multiprocessor (`plan.short_tile`).
 """
 
 from __future__ import annotations
@@ -16,19 +19,21 @@ import triton
 import triton.language as tl
 
 from ...gpu.dropout import dropout_key
-from ...gpu.intrinsics import rows_base
+from ...gpu.intrinsics import reciprocal, rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
+from .arguments import Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .backward_pass import drop, recompute_p
-from .exponentials import exponent_factor, exponentials, pivot_of_lse
-from .forward_pass import attend_keys, first_sums, store_lse
+from .exponentials import as_pivot, exponent_factor, exponentials, pivot_of_lse, rescaling
+from .forward_pass import first_sums, store_lse
 from .score_rule import product_gradient
 from .tiles import (
     between,
     kept,
     key_span,
+    load_columns,
     load_rows,
     query_span,
+    scores_of,
     stats_count,
     stats_start,
     store_rows,
@@ -52,8 +57,8 @@ def short_forward_kernel(
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk, mask_data)
     score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     h = tl.program_id(0) % heads
@@ -65,6 +70,8 @@ def short_forward_kernel(
     positions = RowPositions(N - M, at, b)
     first = b * 0
     rows = tl.arange(0, BLOCK_M)[:, None]
+    keys = tl.arange(0, BLOCK_N)[None, :]
+    corners = Corners(first, first + BLOCK_M - 1, first, first + BLOCK_N - 1)
     # (BLOCK_M, BLOCK_D)
     q_tile = load_rows(
         q, rows_base(q, b, start_q, h), first, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.ALIGNMENT
@@ -73,13 +80,29 @@ def short_forward_kernel(
     if cfg.HAS_HIDDEN_KEYS:  # padding sees nothing, so that no key counts as seen
         stop = tl.where(rows < M, stop, start)
     drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
-    row_max, row_sum = first_sums(sink_ptr, h, cfg)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q_tile, None, first, k, rows_base(k, b, start_k, kv_head), v,
-        rows_base(v, b, start_k, kv_head), None, start_k, N, rows, start, stop, (), b, h, h,
-        positions, 1.0, 0, lengths, score, blocks, last_kept, drop_key, True, cfg,
+    # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
+    k_tile = load_rows(
+        k, rows_base(k, b, start_k, kv_head), first, N, True, cfg.D, BLOCK_N, BLOCK_D, cfg.ALIGNMENT
+    )
+    v_tile = load_rows(
+        v, rows_base(v, b, start_k, kv_head), first, N, True, cfg.DV, BLOCK_N, BLOCK_DV,
+        cfg.ALIGNMENT,
     )  # fmt: skip
+    # (BLOCK_M, BLOCK_N)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    s = scores_of(qk, rows, keys, lengths.M, corners, positions, b, h, score, cfg)
+    s = tl.where(between(keys, start, stop, cfg), s, -float("inf"))
+    factor = exponent_factor(score, cfg)
+    sink_max, sink_sum = first_sums(sink_ptr, h, cfg)
+    row_max = tl.maximum(sink_max, as_pivot(tl.max(s, 1), factor, cfg))
+    pivot = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf - -inf would be NaN
+    p = exponentials(s, pivot[:, None], factor, cfg)
+    row_sum = sink_sum * rescaling(sink_max, pivot, cfg) + tl.sum(p, 1)
+    if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
+        p = tl.where(kept(drop_key, last_kept, b, h, rows, first, positions, cfg), p, 0.0)
+    if cfg.HAS_HIDDEN_KEYS:
+        v_tile = without_hidden(v_tile, p)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
@@ -103,7 +126,7 @@ def normalised(p, pivot, sink_ptr, h, score, cfg: tl.constexpr):
         sink = tl.load(sink_ptr + h).to(tl.float32)
         row_sum += exponentials(sink, pivot, exponent_factor(score, cfg), cfg)
     row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
-    return p / row_sum, tl.sum(tl.math.log2(row_sum), 1)
+    return p * reciprocal(row_sum), tl.sum(tl.math.log2(row_sum), 1)
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq", "dk", "dv"))
@@ -166,14 +189,10 @@ def short_backward_kernel(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for g in range(cfg.GROUP):
         h = kv_head * cfg.GROUP + g
-        # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
+        # (BLOCK_M, BLOCK_D)
         q_tile = load_rows(
             q, rows_base(q, b, start_q, h), first, queries, True, cfg.D, BLOCK_M, BLOCK_D,
             cfg.ALIGNMENT,
-        )  # fmt: skip
-        do_tile = load_rows(
-            dout, rows_base(dout, b, start_q, h), first, queries, True, cfg.DV, BLOCK_M, BLOCK_DV,
-            cfg.OUT_ALIGNMENT,
         )  # fmt: skip
         stats = stats_start(lengths, b, h, heads) + start_q + offs_m
         lse = tl.load(lse_ptr + stats, mask=offs_m < M, other=-float("inf"))
@@ -187,8 +206,13 @@ def short_backward_kernel(
         )  # fmt: skip
         if cfg.HAS_LARGE_SCORES:
             p, log_sum = normalised(p, pivot[:, None], sink_ptr, h, score, cfg)
-        if cfg.HAS_DEAD_ROWS:
-            do_tile = without_hidden(do_tile, tl.trans(p))
+        has_lse = (offs_m < M) & (lse > -float("inf"))
+        sees = has_lse & (offs_m < queries)
+        if cfg.HAS_DEAD_ROWS and sink_ptr is not None:  # a sink alone makes a log-sum-exp
+            sees = sees & (tl.max(p, 1) > 0.0)
+        # (BLOCK_M, BLOCK_DV). The gradient of a query that sees no key may be anything.
+        do_rows = rows_base(dout, b, start_q, h) + rows.to(tl.int64) * dout.row
+        do_tile = load_columns(do_rows, sees[:, None], 0, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
         seen_k, seen_v = k_tile, v_tile
         if cfg.HAS_HIDDEN_KEYS:
             seen_k, seen_v = without_hidden(k_tile, p), without_hidden(v_tile, p)
@@ -201,14 +225,14 @@ def short_backward_kernel(
         dp = tl.dot(do_tile, tl.trans(seen_v), input_precision="ieee")
         dp = drop(dp, keep, score.data.drop_scale, cfg)
         delta = tl.sum(p * dp, 1)
-        if dlse_ptr is not None:  # that of a row without keys may be anything
-            has_keys = (offs_m < M) & (lse > -float("inf"))
-            delta -= tl.load(dlse_ptr + stats, mask=has_keys, other=0.0)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + stats, mask=has_lse, other=0.0)
         ds = p * (dp - delta[:, None])
         if ds_ptr is not None:
-            scores = (b * heads + h).to(tl.int64) * lengths.M * lengths.N + rows * lengths.N + keys
+            scores = ds_ptr + (b * heads + h).to(tl.int64) * lengths.M * lengths.N
             inside = (rows < lengths.M) & (keys < lengths.N)
-            tl.store(ds_ptr + scores, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            ds_rows = scores + rows * lengths.N + keys
+            tl.store(ds_rows, ds.to(ds_ptr.dtype.element_ty), mask=inside)
         if delta_ptr is not None:
             tl.store(pivot_ptr + stats, pivot, mask=offs_m < M)
             tl.store(delta_ptr + stats, delta, mask=offs_m < M)
