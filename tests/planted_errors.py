@@ -118,7 +118,7 @@ TRITON: list[Planted] = [
         "short_backward_kernel",
         "dk_acc = tl.dot(tl.trans(ds), q_tile, dk_acc, input_precision",
         "dk_acc = tl.dot(tl.trans(ds), q_tile, input_precision",
-        f"{SHORT} 'grouped and causal'",
+        f"{SHORT} 'short and causal'",
         interpreted=True,
     ),
     Planted(

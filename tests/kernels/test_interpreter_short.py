@@ -27,20 +27,10 @@ from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv
 
-from .cases import CASES, Call, Make, bias, by_distance, dense, dropped, make_call
+from .cases import CASES, SHORT_CASES, Call, Make, bias, dense, make_call
 from .compare import assert_call, everything
 
 SIZES = {"B": 2, "M": 49, "N": 49, "Hq": 4, "Hk": 4, "D": 32}
-GROUPED = {"B": 2, "M": 33, "N": 61, "Hq": 4, "Hk": 2, "D": 64}
-WINDOWS = [64, 0, 1, 49, 7, 0, 33]
-
-
-def windows(g: torch.Generator, dtype: torch.dtype) -> Call:
-    """Packed windows, empty ones among them, with a bias of heads."""
-    tensors = packed_qkv(g, WINDOWS, WINDOWS, Hq=4, Hk=2, D=32, dtype=dtype)
-    starts = cu_seqlens(WINDOWS)
-    options = {"bias": normal(g, 1, 4, 64, 64, dtype=dtype)}
-    return describe(tensors, Packed(starts, starts, 64, 64), options)
 
 
 def described(make: Make) -> AttentionProblem:
@@ -48,17 +38,7 @@ def described(make: Make) -> AttentionProblem:
 
 
 SHORT: dict[str, Make] = {name: make for name, make in CASES.items() if is_short(described(make))}
-SHORT |= {
-    "largest": dense(**(GROUPED | {"M": 64, "N": 64, "D": 80}))(),
-    "largest head dim": dense(**(GROUPED | {"B": 1, "D": 128, "Dv": 72}))(),
-    "causal, grouped heads": dense(**GROUPED)(lambda g, t: {"causal": True}),
-    "window": dense(**GROUPED)(lambda g, t: {"window_size": (11, 9), "sink": normal(g, 4)}),
-    "chunk": dense(**GROUPED)(lambda g, t: {"attention_chunk": 13, "causal": True}),
-    "bias of windows": dense(**(SIZES | {"B": 4}))(bias(4, 1, 49, 49)),
-    "bias of heads, grouped": dropped(dense(**GROUPED)(bias(1, 4, 33, 61))),
-    "biases by distance": by_distance(dense(**GROUPED)(bias(2, 1, 1, 61)), 2, 20),
-    "packed windows": windows,
-}
+SHORT |= SHORT_CASES
 
 
 def test_most_cases_are_short():
