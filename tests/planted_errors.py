@@ -30,6 +30,7 @@ SECONDS = 900  # of one error's tests; a planted error may also make them wait f
 
 
 CASES = "tests/kernels/test_interpreter.py::test_forward_and_backward -k"
+SHORT = "tests/kernels/test_interpreter_short.py::test_forward_and_backward -k"
 
 TRITON: list[Planted] = [
     Planted(
@@ -94,6 +95,38 @@ TRITON: list[Planted] = [
         " - stats.delta)",
         ")",
         f"{CASES} 'bias and rows'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: delta of short sequences without dropout",
+        "short_backward_kernel",
+        "delta = tl.sum(p * dp, 1)",
+        "delta = tl.sum(p_kept.to(tl.float32) * dp, 1)",
+        f"{SHORT} 'dropout'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: short sequences without the gradient of the log-sum-exp",
+        "short_backward_kernel",
+        "delta -= tl.load(dlse_ptr + stats, mask=has_lse, other=0.0)",
+        "delta -= 0.0",
+        f"{SHORT} 'full'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: dK of the last head of a group of short sequences",
+        "short_backward_kernel",
+        "dk_acc = tl.dot(tl.trans(ds), q_tile, dk_acc, input_precision",
+        "dk_acc = tl.dot(tl.trans(ds), q_tile, input_precision",
+        f"{SHORT} 'short and causal'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: queries of short sequences without keys are loaded",
+        "short_backward_kernel",
+        "tl.where(N > 0, M, 0)",
+        "M",
+        "tests/kernels/test_interpreter_short.py::test_what_lone_queries_and_keys_hold_does_not_matter",
         interpreted=True,
     ),
     Planted(

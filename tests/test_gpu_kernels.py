@@ -16,7 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
-from kernels.cases import CASES
+from kernels.cases import CASES, SHORT_CASES
 from kernels.compare import assert_case
 from kernels.decoding import CASES as DECODING
 from kernels.decoding import FLOAT8_CASES, assert_decoding
@@ -37,7 +37,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(params=["pointers", "descriptors"])
 def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """How tiles are loaded; without a patch the plan takes descriptors only for large calls.
+    """How tiles are loaded; without a patch the plan takes descriptors only for large calls, and
+    has kernels of their own for short ones.
 
     Compiled kernels are cached for the call, whose plan never changes otherwise.
     """
@@ -45,6 +46,7 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     monkeypatch.setattr(relaunch, "_compiled", {})
     if request.param == "descriptors":
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
+        monkeypatch.setattr(plan, "SHORT", 0)
     plan.plan.cache_clear()
     yield
     plan.plan.cache_clear()
@@ -52,7 +54,7 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("tiles_come_through")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | SHORT_CASES)
 def test_case(name, dtype, seed):
     assert_case(triton, name, dtype, seed, device="cuda")
 

@@ -351,8 +351,33 @@ CASES: dict[str, Make] = (
     }
 )
 
+GROUPED = {"B": 2, "M": 33, "N": 61, "Hq": 4, "Hk": 2, "D": 64}
+WINDOWS = [64, 0, 1, 49, 7, 0, 33]
+
+
+def packed_windows(g: torch.Generator, dtype: torch.dtype) -> Call:
+    """Windows of up to 64 tokens, empty ones among them, with a bias of heads."""
+    tensors = packed_qkv(g, WINDOWS, WINDOWS, Hq=4, Hk=2, D=32, dtype=dtype)
+    starts = cu_seqlens(WINDOWS)
+    options = {"bias": normal(g, 1, 4, 64, 64, dtype=dtype)}
+    return describe(tensors, Packed(starts, starts, 64, 64), options)
+
+
+# Beside those of CASES, calls with at most 64 queries and keys, whose kernels are others.
+SHORT_CASES: dict[str, Make] = {
+    "largest": dense(**(GROUPED | {"M": 64, "N": 64, "D": 80}))(),
+    "largest head dim": dense(**(GROUPED | {"B": 1, "D": 128, "Dv": 72}))(),
+    "short, causal": dense(**GROUPED)(lambda g, t: {"causal": True}),
+    "short window": dense(**GROUPED)(lambda g, t: {"window_size": (11, 9), "sink": normal(g, 4)}),
+    "short chunk": dense(**GROUPED)(lambda g, t: {"attention_chunk": 13, "causal": True}),
+    "bias of windows": dense(**(GROUPED | {"B": 4, "M": 49, "N": 49, "D": 32}))(bias(4, 1, 49, 49)),
+    "short bias of heads": dropped(dense(**GROUPED)(bias(1, 4, 33, 61))),
+    "short biases by distance": by_distance(dense(**GROUPED)(bias(2, 1, 1, 61)), 2, 20),
+    "packed windows": packed_windows,
+}
+
 
 def make_call(name: str, dtype: torch.dtype, seed: int = 0) -> Call:
     """The operands and options of a case."""
     torch.manual_seed(seed)
-    return CASES[name](generator(seed), dtype)
+    return (CASES | SHORT_CASES)[name](generator(seed), dtype)

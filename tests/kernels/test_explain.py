@@ -62,6 +62,65 @@ def test_the_parts_of_a_cache_call(
 
 
 @pytest.mark.parametrize(
+    ("length", "head_dims", "wanted"),
+    [
+        (49, (4, 4, 32), "64 x 64, head dim padded to 32, 2 warps"),
+        (64, (16, 16, 80), "64 x 64, head dim padded to 128, 4 warps"),
+        (64, (4, 2, 80), "64 x 64, head dim padded to 128, 8 warps"),
+        (9, (8, 8, 64), "16 x 16, head dim padded to 64, 2 warps"),
+    ],
+    ids=str,
+)
+def test_short_sequences_go_to_triton_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, length: int, head_dims: tuple[int, int, int], wanted: str
+):
+    """One kernel for the forward and one for the backward; the report says why not Hopper's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", hopper_plan.OLDEST_TRITON)
+    Hq, Hk, D = head_dims
+    with FakeTensorMode():
+        q = torch.empty(8, length, Hq, D, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(8, length, Hk, D, dtype=torch.bfloat16, device="cuda")
+        report = str(flashtile.explain(q, k, k))
+    assert f"hopper: no: {length} queries (at least 65)" in report
+    assert "-> triton: yes" in report
+    assert f"forward: tiles of {wanted}, 1 stages" in report
+    assert f"dQ, dK and dV in one kernel: tiles of {wanted}, 1 stages" in report
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"M": 1, "N": 1}, True),
+        ({"M": 65}, False),
+        ({"N": 65}, False),
+        ({"M": 0}, False),
+        ({"N": 0}, False),
+        ({"D": 129}, False),
+        ({"Dv": 129}, False),
+        ({"dtype": torch.float32}, False),
+        ({"page_size": 16}, False),
+        ({"has_cache_rows": True}, False),
+        ({"has_float8_keys": True}, False),
+        ({"runs": 1}, False),
+        ({"is_partial": True}, False),
+        ({"block_tile": (16, 16)}, False),
+        ({"spans": 1}, False),
+        ({"layout": "packed", "has_lengths": True, "has_bias": True, "has_sink": True}, True),
+    ],
+    ids=str,
+)
+def test_which_calls_have_kernels_for_short_sequences(change: dict[str, Any], expected: bool):
+    q = torch.empty(2, 64, 4, 128, dtype=torch.float16, device="meta")
+    problem = AttentionProblem.of(Operands(q, q, q), Options(64, 64, 0.1))
+    problem = problem._replace(device_type="cuda", capability=(9, 0), **change)
+    assert plan.is_short(problem) == expected
+    assert (plan.plan(problem, True).short is not None) == expected
+
+
+@pytest.mark.parametrize(
     ("change", "wanted"),
     [
         ({}, []),

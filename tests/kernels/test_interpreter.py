@@ -15,6 +15,7 @@ import torch
 from configurations import one_kind_each
 
 from flashtile.backends import cpu
+from flashtile.lru import clear_caches
 from flashtile.problem import AttentionProblem
 from flashtile.testing import assert_close, floor_of, rounding_variance
 
@@ -36,8 +37,14 @@ DTYPES = (torch.float32, torch.float16)
 @pytest.mark.parametrize(
     ("name", "dtype"), one_kind_each(CASES, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
 )
-def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
+def test_forward_and_backward(
+    name: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """By the kernels for sequences of any length; `test_interpreter_short.py` has the others."""
+    monkeypatch.setattr(plan, "SHORT", 0)
+    clear_caches()
     assert_case(backend, name, dtype, seed)
+    clear_caches()
 
 
 @pytest.mark.parametrize(
@@ -45,6 +52,7 @@ def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
 )
 def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, seed: int):
     monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
+    monkeypatch.setattr(plan, "SHORT", 0)
     plan.plan.cache_clear()
     assert_case(backend, name, torch.float16, seed, capability=(9, 0))
 

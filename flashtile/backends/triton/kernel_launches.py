@@ -28,10 +28,11 @@ from .block_lists import list_tiles_kernel
 from .captured_gradient import captured_gradient_kernel
 from .distance_gradient import distance_gradient_kernel
 from .forward_pass import forward_kernel
-from .plan import KernelPlan
+from .plan import KernelPlan, Plan
 from .row_sums import row_sums_kernel
 from .score_function import plan_with_functions
 from .score_matrix import probabilities_kernel
+from .short_sequences import short_backward_kernel, short_forward_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
@@ -45,9 +46,10 @@ class BackwardBuffers(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    delta: Tensor
-    pivot: Tensor  # as `lse`, or twice as large: see `backward_pass.delta_kernel`
-    dbias: Tensor | None = None
+    # As `lse`; None if no kernel reads them.
+    delta: Tensor | None = None
+    pivot: Tensor | None = None  # or twice as large: see `backward_pass.delta_kernel`
+    dbias: Tensor | None = None  # of short sequences, dS, which `launch.py` adds up
     distance_sums: Tensor | None = None  # see `distance_gradient.py`
     dcaptured: Tensor | None = None  # float32, zeros
 
@@ -67,6 +69,14 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     kernel_plan = planned.split if parts else planned.forward
     config = kernel_plan.config
     common = common_of(problem, operands)
+    if planned.short is not None and not parts:
+        arguments = {
+            **common,
+            **row_arguments(q=q, k=k, v=v, out=out),
+            "lse_ptr": lse,
+            "sink_ptr": at_boundary(operands.sink),
+        }
+        return [_launch_of_heads(short_forward_kernel, problem.Hq, problem, arguments, planned)]
     launches = []
     lists = NO_LISTS
     if problem.block_tile is not None:
@@ -107,16 +117,29 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     out, dout = with_aligned_rows(out), with_aligned_rows(dout)
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     common = common_of(problem, operands)
-    launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
-    if planned.scores.config.HAS_LARGE_SCORES and not problem.is_partial:
-        sink = at_boundary(operands.sink)
-        launches.append(row_sums_launch(problem, q, k, sink, made, common, planned.scores))
     shared = {
         **row_arguments(q=q, k=k, v=v, dout=dout),
         "pivot_ptr": made.pivot,
         "delta_ptr": made.delta,
         **common,
     }
+    if planned.short is not None:
+        arguments = {
+            **shared,
+            **row_arguments(dq=made.dq, dk=made.dk, dv=made.dv),
+            "ds_ptr": made.dbias,
+            "lse_ptr": lse,
+            "dlse_ptr": None if dlse is None else dlse.contiguous(),
+            "sink_ptr": at_boundary(operands.sink),
+        }
+        own = _launch_of_heads(short_backward_kernel, problem.Hk, problem, arguments, planned)
+        if made.distance_sums is None:
+            return [own]
+        return [own, distance_launch(problem, made.distance_sums, shared, planned.bands)]
+    launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
+    if planned.scores.config.HAS_LARGE_SCORES and not problem.is_partial:
+        sink = at_boundary(operands.sink)
+        launches.append(row_sums_launch(problem, q, k, sink, made, common, planned.scores))
     passes: list[tuple[Any, KernelPlan, dict[str, Any]]] = [
         (key_gradient_kernel, planned.keys, {"HAS_DK": True, "HAS_DV": planned.values is None}),
         (query_gradient_kernel, planned.queries, row_arguments(dq=made.dq)),
@@ -146,6 +169,16 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     if made.dcaptured is not None:
         launches.append(captured_launch(problem, made.dcaptured, shared, planned.bands))
     return launches
+
+
+def _launch_of_heads(
+    kernel: Any, heads: int, problem: AttentionProblem, arguments: dict[str, Any], planned: Plan
+) -> Launch:
+    """A program for each of `heads` of each short sequence."""
+    assert planned.short is not None
+    config, warps, stages = planned.short
+    arguments["cfg"] = config
+    return Launch(kernel, (problem.B * heads,), arguments, warps, stages)
 
 
 def delta_launch(

@@ -33,7 +33,7 @@ from .kernel_launches import (
     forward_launches,
     probabilities_launch,
 )
-from .plan import has_large_scores, plan
+from .plan import has_large_scores, is_short, plan
 from .splits import splits_of
 
 PASS, BACKWARD = "triton forward", "triton backward"
@@ -115,7 +115,7 @@ def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackwar
 
     def run(tensors: Tensors) -> Gradients:
         made = prepared.run(tensors)
-        if names == ("dq", "dk", "dv", "delta", "pivot") and tensors[SINK] is None:
+        if {"dq", "dk", "dv", "delta", "pivot"}.issuperset(names) and tensors[SINK] is None:
             return Gradients(made[0], made[1], made[2])
         *operands, _, lse, _, _ = tensors
         assert lse is not None  # every forward with gradients keeps it
@@ -165,15 +165,19 @@ def _gradients(
     problem: AttentionProblem, operands: Operands, lse: Tensor, made: BackwardBuffers
 ) -> Gradients:
     """The gradients of what the launches of a backward have filled."""
-    sink = operands.sink
-    dsink = None if sink is None else _sink_gradient(sink, lse, made.delta)
+    sink, bias, dbias = operands.sink, operands.bias, made.dbias
+    dsink = None
+    if sink is not None and made.delta is not None:
+        dsink = _sink_gradient(sink, lse, made.delta)
+    if bias is not None and dbias is not None and dbias.shape != bias.shape:
+        dbias = dbias.sum_to_size(bias.shape).to(bias.dtype)
     by_distance: tuple[Tensor | None, Tensor | None] = (None, None)
     if made.distance_sums is not None:
         by_distance = gradients_of(made.distance_sums, operands, problem.options)
     dcaptured = made.dcaptured
     if dcaptured is not None and operands.captured is not None:
         dcaptured = dcaptured.to(operands.captured.dtype)
-    return Gradients(made.dq, made.dk, made.dv, made.dbias, dsink, dcaptured, *by_distance)
+    return Gradients(made.dq, made.dk, made.dv, dbias, dsink, dcaptured, *by_distance)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -324,13 +328,19 @@ def _backward_allocators(
         "dq": new_dq if dq is None else lambda: dq,
         "dk": new(k.shape, key_dtype),
         "dv": new(v.shape, key_dtype),
-        "delta": empty(lse_shape(operands), torch.float32),
-        "pivot": empty((1 + has_large_scores(problem), *lse_shape(operands)), torch.float32),
     }
+    options, captured = problem.options, operands.captured
+    is_by_distance = options.alibi_needs_grad or options.relative_bias_needs_grad
+    if not is_short(problem) or is_by_distance or operands.sink is not None:
+        rows = lse_shape(operands)
+        found["delta"] = empty(rows, torch.float32)
+        found["pivot"] = empty((1 + has_large_scores(problem), *rows), torch.float32)
     if bias is not None and problem.bias_needs_grad:
         found["dbias"] = zeros(bias.shape, bias.dtype)
-    options, captured = problem.options, operands.captured
-    if options.alibi_needs_grad or options.relative_bias_needs_grad:
+        if is_short(problem):
+            scores = torch.Size((problem.B, problem.Hq, problem.M, problem.N))
+            found["dbias"] = empty(scores, bias.dtype if bias.shape == scores else torch.float32)
+    if is_by_distance:
         distances = max(problem.M + problem.N - 1, 0)
         found["distance_sums"] = zeros((2, problem.B, problem.Hq, distances), torch.float32)
     if captured is not None and captured_needs_grad(options):

@@ -35,6 +35,9 @@ DESCRIPTOR_WORK = 2**24
 # Number of heads whose programs run at the same time and share the L2 cache.
 HEAD_SWIZZLE = 8
 
+# Up to so many queries and keys, one program has all those of a head: see `short_sequences.py`.
+SHORT = 64
+
 
 # "keys": dK and dV, above UNSPLIT_HEAD_DIM only dK; "queries": dQ; "values": dV if it has a
 # separate pass.
@@ -233,6 +236,7 @@ class Plan(NamedTuple):
     values: KernelPlan | None  # None: `keys` also computes dV
     scores: KernelPlan
     bands: KernelPlan  # see `distance_gradient.py` and `bias_gradient.py`
+    short: KernelPlan | None = None  # the forward and the backward of `is_short`, instead of others
 
 
 @memoised(4096)
@@ -290,7 +294,36 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         else None,
         scores=_kernel_plan(problem, scores, False, aligned, False),
         bands=_kernel_plan(problem, bands, False, aligned, False),
+        short=_kernel_plan(problem, short_tile(problem), False, aligned, False, has_dead_rows=dead)
+        if is_short(problem)
+        else None,
     )
+
+
+def is_short(problem: AttentionProblem) -> bool:
+    """Whether the kernels of `short_sequences.py` run the call: one tile has all queries and keys
+    of a head.
+    """
+    fits = problem.dtype != torch.float32 and max(problem.D, problem.Dv) <= UNSPLIT_HEAD_DIM
+    fits = fits and 0 < problem.M <= SHORT and 0 < problem.N <= SHORT
+    cached = problem.page_size or problem.has_cache_rows or problem.has_float8_keys
+    cached = cached or problem.appending is not None
+    is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
+    masked = problem.block_tile is not None or problem.spans > 0
+    return fits and not (cached or is_part or masked or problem.options.score_mod)
+
+
+def short_tile(problem: AttentionProblem) -> Tile:
+    """One tile for a head.
+
+    Two warps multiply without wgmma, so narrow heads need no padding; larger tiles would spill
+    their registers. A group of heads keeps dK and dV in registers, too.
+    """
+    rows, keys = (max(16, 1 << (size - 1).bit_length()) for size in (problem.M, problem.N))
+    size = max(rows, keys) * max(problem.D, problem.Dv)
+    if size <= 64 * 32:
+        return Tile(rows, keys, 2, 1)
+    return Tile(rows, keys, 8 if size > 64 * 64 and problem.group > 1 else 4, 1)
 
 
 def tiles_for(name: str, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
@@ -381,6 +414,9 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
     kernels = {"forward": planned.forward if splits == 1 else planned.split}
     if problem.D <= MAX_HEAD_DIM:
         kernels |= {"dK and dV": planned.keys, "dQ": planned.queries}
+    if planned.short is not None:
+        kernels = {"forward": planned.short if splits == 1 else planned.split}
+        kernels["dQ, dK and dV in one kernel"] = planned.short
     lines = [
         f"{name}: tiles of {kernel.config.BLOCK_M} x {kernel.config.BLOCK_N}, head dim padded to "
         f"{kernel.config.BLOCK_D + kernel.config.BLOCK_TAIL}, {kernel.warps} warps, "
@@ -407,7 +443,9 @@ def _kernel_plan(
     plain = options.softcap == 0 and not problem.has_alibi and not has_large_scores(problem)
     D = min(problem.D, MAX_HEAD_DIM)
     tail = problem.D - D
-    BLOCK_D, BLOCK_DV = (padded(x, problem.dtype, problem.capability) for x in (D, problem.Dv))
+    BLOCK_D, BLOCK_DV = (
+        padded(x, problem.dtype, problem.capability, tile.warps) for x in (D, problem.Dv)
+    )
     config = KernelConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -416,7 +454,7 @@ def _kernel_plan(
         BLOCK_D=BLOCK_D,
         BLOCK_DV=BLOCK_DV,
         TAIL_D=tail,
-        BLOCK_TAIL=padded(tail, problem.dtype, problem.capability) if tail else 0,
+        BLOCK_TAIL=padded(tail, problem.dtype, problem.capability, tile.warps) if tail else 0,
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
         IS_LINEAR=plain and options.softmax_scale > 0,
@@ -487,14 +525,16 @@ def _cover(block: int, mask_tile: int) -> int:
     return 1 if mask_tile % block == 0 else (block + mask_tile - 2) // mask_tile + 1
 
 
-def padded(head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+def padded(
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None, warps: int
+) -> int:
     """The next power of two, at least 16, the smallest size that matrix units multiply.
 
-    At least 64 if tiles are multiplied from shared memory (16 bits on Hopper and newer): for
-    narrower tiles, Triton 3.6 reads keys past the sixteenth at wrong addresses, even outside of the
-    tile.
+    At least 64 if tiles are multiplied from shared memory (16 bits on Hopper and newer, by 4 warps
+    or more): for narrower tiles, Triton 3.6 reads keys past the sixteenth at wrong addresses, even
+    outside of the tile.
     """
-    reads_shared = hardware.has_tma(capability) and dtype != torch.float32
+    reads_shared = hardware.has_tma(capability) and dtype != torch.float32 and warps >= 4
     return max(64 if reads_shared else 16, 1 << (head_dim - 1).bit_length())
 
 
