@@ -9,24 +9,34 @@ compiler makes of the sums: `test_compile_float32.py` does.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from configurations import one_kind_each
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 import numpy as np
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 
 from flashtile.backends import triton as backend
+from flashtile.backends.triton.products import (
+    add_product_in_halves,
+    operand,
+    product,
+    product_in_halves,
+)
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.testing import generator, qkv
 
-from .cases import Call
 from .compare import assert_call
 
 TERMS = 16  # bfloat16 products that a tensor core of an H100 adds at once
@@ -67,23 +77,44 @@ def _tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def call_of(inputs: str, head_dim: int, seed: int) -> Call:
-    """Causal, with two query heads on one key head."""
-    sizes = {"B": 1, "M": 131, "N": 257, "Hq": 2, "Hk": 1, "D": head_dim}
-    q, k, v = qkv(generator(seed), **sizes, dtype=torch.float32)
-    change = {
-        "normal": lambda x: x,
-        "of one sign": torch.abs,
-        "far from zero": lambda x: x + 3,
-        "large scores": lambda x: x,
-    }[inputs]
-    q, k, v = map(change, (q, k, v))
-    q = 8 * q if inputs == "large scores" else q
-    return describe((q, k, v), Dense(), {"causal": True})
+INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "of one sign": torch.abs,
+    "far from zero": lambda x: x + 3,
+    "of large scores": lambda x: 3 * x,
+}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("inputs", ["normal", "of one sign", "far from zero", "large scores"])
+@pytest.mark.parametrize(("inputs", "head_dim"), one_kind_each(INPUTS, [64, 128]))
 def test_the_rule(inputs: str, head_dim: int, seed: int):
-    call = call_of(inputs, head_dim, seed)
+    sizes = {"B": 1, "M": 97, "N": 161, "Hq": 2, "Hk": 1, "D": head_dim}
+    q, k, v = map(INPUTS[inputs], qkv(generator(seed), **sizes, dtype=torch.float32))
+    call = describe((q, k, v), Dense(), {"causal": True})
     assert_call(backend, call, torch.float32, seed, capability=(9, 0))
+
+
+class Config(NamedTuple):
+    """What the functions read of a kernel's configuration."""
+
+    PRECISION: str = "bf16x6"
+
+
+@triton.jit
+def products_kernel(x_ptr, found_ptr, cfg: tl.constexpr):
+    offs = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = operand(tl.load(x_ptr + offs), cfg)
+    tl.store(found_ptr + offs, product(x, x, cfg))
+    tl.store(found_ptr + 64 * 64 + offs, product_in_halves(x, x, cfg))
+    tl.store(found_ptr + 2 * 64 * 64 + offs, add_product_in_halves(tl.zeros_like(offs), x, x, cfg))
+
+
+def test_halves_lose_half_as_much(seed: int):
+    """Of a sum of terms of one sign."""
+    x = qkv(generator(seed), B=1, M=64, N=1, Hq=1, Hk=1, D=64, dtype=torch.float32)[0]
+    x = x[0, :, 0].abs()
+    found = torch.empty(3, 64, 64)
+    products_kernel[(1,)](x, found, Config())
+    x = x.double()
+    lost = (torch.stack([x @ x.T, x @ x.T, x @ x]) - found).mean((1, 2))
+    assert lost[0] > 0
+    assert (lost[1:] < 0.7 * lost[0]).all(), lost

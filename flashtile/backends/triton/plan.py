@@ -161,6 +161,12 @@ SINGLE_ON_TENSOR_CORES: dict[tuple[str, str], dict[int, tuple[Tile, ...]]] = {
 BF16X6_BIASED_FORWARD = {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 4, 1)}
 # The same for up to FEW_ROWS rows of queries (keys, warps, stages).
 BF16X6_FEW_ROWS: dict[int, tuple[int, int, int]] = {64: (64, 4, 2), 128: (32, 4, 2)}
+# What `explain` says of each `precision`.
+PRODUCTS = {
+    "ieee": "without tensor cores",
+    "tf32": "one product in TF32, as PyTorch's switch for its own products allows",
+    "bf16x6": "six products of bfloat16 parts on tensor cores, as exact as float32",
+}
 _forced: dict[str, Tile] = {}  # set by `forced_tile`, for all threads
 
 # The rows of `HALF` that an architecture uses; a newer architecture uses the last ones.
@@ -431,6 +437,8 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
         lines[0] += f", {problem.group} query heads in a tile"
     if splits > 1:
         lines[0] += f", keys split into {splits} parts"
+    if problem.dtype == torch.float32:
+        lines.append(f"float32: {PRODUCTS[precision(problem)]}")
     if problem.capability not in MEASURED:
         device = device_name(problem)
         lines.append(f"untested: the kernels compile for {device}, but have never run on it")
