@@ -1,4 +1,4 @@
-"""Which products float32 has on a GPU, and that PyTorch's switches for TF32 decide every call anew."""
+"""The products of float32 on a GPU, and that each call follows PyTorch's switches for TF32."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_products(change: dict[str, Any], default: str, allowed: str):
         problem = problem_of(**change, allows_tf32=switched)
         assert precision(problem) == wanted
         for kernel in plan(problem, True):
-            assert kernel is None or kernel.config.PRECISION == wanted
+            assert kernel is None or wanted == kernel.config.PRECISION
 
 
 def test_rocm_has_no_tf32(monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,7 @@
 """float32 in six products (`products.py`), with sums as tensor cores make them: truncated.
 
-The kernels run in Triton's interpreter, whose products are replaced. This does not see what Triton's
-compiler makes of the sums: `test_compile_float32.py` does.
+The kernels run in Triton's interpreter, whose products are replaced. This does not see what
+Triton's compiler makes of the sums: `test_compile_float32.py` does.
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_tensor_cores.py
 """
