@@ -15,12 +15,13 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
 
-from compiled_kernels import report
+from compiled_kernels import DEVICES, report
 
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.testing import generator, qkv
 
+from .cases import Call
 from .launches import launches
 
 # Sums outside of the tensor core in a step, of the full tiles and again of the masked ones.
@@ -38,12 +39,24 @@ ADDED = {
 }
 
 
+def call_of(head_dim: int) -> Call:
+    sizes = {"B": 1, "M": 256, "N": 256, "Hq": 2, "Hk": 2, "D": head_dim}
+    return describe(qkv(generator(0), **sizes, dtype=torch.float32), Dense(), {"causal": True})
+
+
 @pytest.mark.parametrize("head_dim", ADDED)
 def test_sums_stay_outside_of_the_tensor_core(head_dim: int):
-    sizes = {"B": 1, "M": 256, "N": 256, "Hq": 2, "Hk": 2, "D": head_dim}
-    q, k, v = qkv(generator(0), **sizes, dtype=torch.float32)
     found = dict.fromkeys(ADDED[head_dim], 0)
-    for launch in launches(*describe((q, k, v), Dense(), {"causal": True}), "sm_90"):
+    for launch in launches(*call_of(head_dim), "sm_90"):
         if launch.kernel.__name__ in found:
             found[launch.kernel.__name__] += report(launch).added_products
     assert found == {name: 2 * count for name, count in ADDED[head_dim].items()}
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim"),
+    [("sm_80", 128), ("sm_90", 64), ("sm_90", 128), ("sm_100", 64), ("sm_120", 128)],
+)
+def test_tf32_fits(device: str, head_dim: int):
+    for launch in launches(*call_of(head_dim), device, allows_tf32=True):
+        assert report(launch, device).shared <= DEVICES[device].shared
