@@ -174,6 +174,7 @@ class AttentionProblem(NamedTuple):
     # Of a partial result: no other part has these queries, so that dq is whole and in q's dtype.
     has_whole_queries: bool = False
     reserved_processors: int = 0  # multiprocessors that persistent kernels leave to exchanges
+    allows_tf32: bool = False  # float32 may be multiplied in TF32: see `allows_tf32`
     # The backend appends new tokens to the cache while it attends; None: the cache has them.
     appending: Appending | None = None
 
@@ -271,6 +272,7 @@ class AttentionProblem(NamedTuple):
             relative_distance=None
             if operands.relative_bias is None
             else operands.relative_bias.shape[1] // 2,
+            allows_tf32=q.is_cuda and q.dtype == torch.float32 and allows_tf32(),
         )
 
 
@@ -280,6 +282,16 @@ DIFFERENTIABLE = 8
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Rows of float8 queries, and of float8 keys and values, that share a per-block scale.
 FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's own products of float32 on CUDA use TF32: its switches, old and new, say
+    so. Under a tracer False: the op asks again when it runs.
+    """
+    return not torch.compiler.is_compiling() and _precision_of("cuda", "matmul") == "tf32"
+
+
+_precision_of = torch._C._get_fp32_precision_getter
 
 
 def batch_size(operands: Operands) -> int:

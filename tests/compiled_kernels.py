@@ -91,6 +91,7 @@ class Report(NamedTuple):
     accesses: Sequence[str] = ()
     # A kernel of Triton waits for each wgmma, where its PTX waits for groups of them.
     is_serialised: bool = False
+    added_products: int = 0  # sums of a product and something else that the compiler left alone
     # Of Gluon's kernels:
     warnings: Sequence[str] = ()
     unused_barriers: Sequence[str] = ()  # mbarriers that no role but the first one uses
@@ -207,7 +208,14 @@ def _read_triton(asm: dict[str, Any], shared: int) -> Report:
         stack if re.search(r"\bLDL\b", assembly) else 0,
         _accesses(asm["ptx"]),
         len(re.findall(r"WARPGROUP\.DEPBAR", assembly)) > groups,
+        _added_products(asm["ttir"]),
     )
+
+
+def _added_products(code: str) -> int:
+    products = set(re.findall(r"(%\w+) = tt\.dot ", code))
+    sums = re.findall(r"arith\.addf (%\w+), (%\w+)", code)
+    return sum(not products.isdisjoint(terms) for terms in sums)
 
 
 def _read_gluon(asm: dict[str, Any], shared: int) -> Report:

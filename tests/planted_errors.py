@@ -289,6 +289,29 @@ TRITON: list[Planted] = [
         f"{CASES} spans-float",
         interpreted=True,
     ),
+    Planted(
+        "triton: a small term of float32 products",
+        "small_terms",
+        "small = tl.dot(x[1], y[1], small)",
+        "small = small",
+        "tests/kernels/test_interpreter_products.py -k exact",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: float32 products summed in one piece",
+        "sum_of_parts",
+        "TERMS > LONGEST",
+        "TERMS > 1000",
+        "tests/kernels/test_interpreter_tensor_cores.py -k halves",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: a repeated call that misses PyTorch's switch for TF32",
+        "key_of",
+        "with_launches and allows_tf32(),",
+        "with_launches,",
+        "tests/test_tf32.py -k repeated",
+    ),
 ]
 
 HOPPER: list[Planted] = [

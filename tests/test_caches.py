@@ -98,7 +98,7 @@ def test_no_cache_is_made_elsewhere():
 def test_forced_tiles_nest_and_what_was_made_of_others_is_forgotten():
     @memoised(1)
     def forward() -> plan.Tile:
-        return plan.tiles_for("sm_80", torch.float16, 64)[0]
+        return plan.tiles_for("sm_80", 64)[0]
 
     before = forward()
     one, other = plan.Tile(16, 16, 1, 1), plan.Tile(32, 16, 1, 1)

@@ -70,6 +70,27 @@ def test_compiled_call_equals_the_eager_one():
     assert torch.equal(compiled(q, k, v), flashtile.attention(q, k, v, causal=True))
 
 
+def test_float32_follows_the_switch_for_tf32():
+    """Cached and compiled calls, too, in both passes."""
+    inputs = leaves(torch.float32, "cuda")
+
+    def results(call):
+        out = call(*inputs, causal=True)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    compiled = torch.compile(flashtile.attention, fullgraph=True)
+    first = {}
+    try:
+        for allowed in (False, True, False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            for call in (*[flashtile.attention] * 5, compiled):
+                found = results(call)
+                assert all(map(torch.equal, found, first.setdefault(allowed, found)))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert not any(map(torch.equal, first[False], first[True]))
+
+
 def spans(seed, rows, keys, intervals):
     """Random intervals of keys of both sequences."""
     g = torch.Generator("cuda").manual_seed(seed)

@@ -18,7 +18,7 @@ from ..gpu.rows import ALIGNMENT
 from ..lru import Memo, memoised
 from ..masks import Window
 from ..prepared_calls import PreparedForward
-from ..problem import AttentionProblem
+from ..problem import AttentionProblem, allows_tf32
 from . import dispatch
 
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the operands, of the arguments and None
@@ -70,6 +70,7 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
         _is_transformed(),
         dispatch.forced(),
         with_launches,
+        with_launches and allows_tf32(),
         names,
         types,
         indices.plain_values(given),

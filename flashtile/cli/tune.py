@@ -132,7 +132,7 @@ def run_once(candidate: Candidate, length: int, dtype: torch.dtype) -> None:
 
 def in_use(name: str, head_dim: int, kernel: str) -> Candidate:
     """The tile that a 16-bit call uses now on architecture `name`."""
-    tiles = plan.tiles_for(name, torch.bfloat16, head_dim)
+    tiles = plan.tiles_for(name, head_dim)
     return Candidate(head_dim, kernel, tiles[plan.PASSES.index(kernel)])
 
 

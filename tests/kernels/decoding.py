@@ -186,9 +186,13 @@ def assert_decoding(
     splits: tuple[int, ...],
     device: str = "cpu",
     float8: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> None:
     """Compare the outputs of a case, its keys cut into each number of parts, with the
-    reference's."""
+    reference's.
+
+    `capability`: plan for such a device, on whichever device the tensors are.
+    """
     operands, options = make_decoding(name, dtype, seed, float8=float8)
     truth = reference(operands, options)
     plain = reference(operands, options, compute_dtype=dtype)
@@ -198,6 +202,8 @@ def assert_decoding(
     there = Operands(*(None if x is None else x.to(device) for x in operands))
     for count in splits:
         problem = AttentionProblem.of(there, options._replace(num_splits=count))
+        if capability is not None:
+            problem = problem._replace(capability=capability)
         got = backend.forward(problem, there)
         for field, x in zip(("out", "lse"), got, strict=True):
             label, floor = f"{field} of {count} parts", floor_of(getattr(variance, field))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from compiled_kernels import DEVICES
 
@@ -20,11 +22,11 @@ from flashtile.problem import Appending, AttentionProblem, Operands, Options
 
 
 def launches(
-    operands: Operands, options: Options, device: str, backward: bool = True
+    operands: Operands, options: Options, device: str, backward: bool = True, **facts: Any
 ) -> list[Launch]:
     """Every launch that the call would make on `device`; without the backward if that is refused
-    there."""
-    problem = _problem(operands, options, device)
+    there. `facts` are fields of the problem."""
+    problem = _problem(operands, options, device)._replace(**facts)
     made = forward_buffers(problem, operands)
     found = forward_launches(problem, operands, made)
     if backward and not unsupported_reasons(problem._replace(needs_grad=True)):

@@ -18,12 +18,16 @@ from flashtile.lru import clear_caches
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
-def explained(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> str:
+def explained(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     plan.plan.cache_clear()
     with FakeTensorMode():  # tensors without memory: a device is only a name
-        q = torch.empty(1, 128, 4, 64, dtype=torch.bfloat16, device="cuda")
+        q = torch.empty(1, 128, 4, 64, dtype=dtype, device="cuda")
         return str(flashtile.explain(q, q, q, causal=True, backend="triton"))
 
 
@@ -35,6 +39,26 @@ def test_a_gpu_that_was_only_compiled_for(
     report = explained(monkeypatch, capability)
     assert "-> triton: yes" in report
     assert f"untested: the kernels compile for {name}, but have never run on it" in report
+
+
+@pytest.mark.parametrize(
+    ("capability", "allows_tf32", "wanted"),
+    [
+        ((9, 0), False, "float32: six products of bfloat16 parts on tensor cores"),
+        ((9, 0), True, "float32: one product in TF32"),
+        ((8, 0), False, "float32: without tensor cores"),
+    ],
+)
+def test_products_of_float32(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allows_tf32: bool, wanted: str
+):
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allows_tf32 else "ieee"
+    try:
+        assert wanted in explained(monkeypatch, capability, torch.float32)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert "float32:" not in explained(monkeypatch, capability)
 
 
 @pytest.mark.parametrize(

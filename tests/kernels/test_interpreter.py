@@ -28,7 +28,7 @@ from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 
 from .cases import CASES, make_call
-from .compare import assert_case, converted
+from .compare import assert_case, converted, everything, expected
 from .reference import reference
 
 DTYPES = (torch.float32, torch.float16)
@@ -55,6 +55,28 @@ def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(plan, "SHORT", 0)
     plan.plan.cache_clear()
     assert_case(backend, name, torch.float16, seed, capability=(9, 0))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["causal, full tiles", "packed dropout", "odd head dims", "pages", "relative bias", "bias",
+     "bias of keys, 80 keys", "causal block mask, one for all heads"],
+)  # fmt: skip
+def test_float32_in_six_products(name: str, seed: int):
+    """As an H100 multiplies it; elsewhere float32 has products of fused multiply-adds."""
+    assert_case(backend, name, torch.float32, seed, capability=(9, 0))
+
+
+def test_float32_in_tf32(seed: int):
+    """Errors as large as TF32 makes them, and no larger, where PyTorch's switch allows it."""
+    operands, options = make_call("causal, full tiles", torch.float32, seed)
+    dout, dlse = torch.randn(*operands.q.shape), torch.randn(1, 2, 300)
+    given = operands, options, dout, dlse
+    truth = expected(*given, compute_dtype=torch.float64)
+    found = everything(backend, *given, capability=(9, 0), allows_tf32=True)
+    for name, x in found.items():
+        error = (x - truth[name]).abs().max() / truth[name].abs().max()
+        assert 2**-18 < error < 2**-9, name
 
 
 @pytest.mark.parametrize("name", ["causal", "dropout", "packed", "pages", "block mask", "softcap"])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flashtile.ops.gather.op  # noqa: F401  (defines the op)
 from flashtile.combine import flash_attn_combine
+from flashtile.gpu import hardware
 from flashtile.layers import rotary
 from flashtile.ops.append import op as append_op
 from flashtile.ops.rotary import op as rotary_op
@@ -58,6 +59,14 @@ SPLITS = [(torch.float32, 4), (torch.float16, 3), (torch.float16, 1)]
 def test_decoding(name: str, kind: tuple[torch.dtype, int], seed: int):
     dtype, splits = kind
     assert_decoding(backend, name, dtype, seed, splits=(splits,))
+
+
+@pytest.mark.parametrize(
+    "name", ["one key head", "bias of huge numbers", "pages, packed queries", "left pads"]
+)
+def test_float32_in_six_products(name: str, monkeypatch: pytest.MonkeyPatch, seed: int):
+    monkeypatch.setattr(hardware, "has_tma", lambda capability: False)  # no chained launches
+    assert_decoding(backend, name, torch.float32, seed, splits=(1, 3), capability=(9, 0))
 
 
 @pytest.mark.parametrize(

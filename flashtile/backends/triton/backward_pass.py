@@ -16,6 +16,7 @@ from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .exponentials import exponent_factor, exponentials, pivot_of_lse
+from .products import add_product, operand, product, product_in_halves
 from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
@@ -162,8 +163,8 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 
 @triton.jit
 def add_queries(
-    dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys, start_q,
-    M, N, positions, b, h, mask,
+    dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0, keys,
+    start_q, M, N, positions, b, h, mask,
     score, blocks, last_kept, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +179,8 @@ def add_queries(
         q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
     )
     # (BLOCK_N, BLOCK_M)
-    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+    q_operand = operand(q_tile, cfg)
+    qk = product(k_operand, q_operand, cfg)
     stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
     visible = keys < N
     if IS_MASKED:
@@ -200,19 +202,20 @@ def add_queries(
     )  # fmt: skip
     if cfg.HAS_DEAD_ROWS and (IS_MASKED or score.bias.ptr is not None):
         do_tile = without_hidden(do_tile, p)
+    do_operand = operand(do_tile, cfg)
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
-        dv_acc = tl.dot(p_kept, do_tile, dv_acc, input_precision="ieee")
+        dv_acc = add_product(dv_acc, operand(p_kept, cfg), do_operand, cfg)
     if HAS_DK:
         # (BLOCK_N, BLOCK_M)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        dp = product_in_halves(v_operand, do_operand, cfg)
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
         )
         if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
             ds = tl.where(p > 0.0, ds, 0.0)
-        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+        dk_acc = add_product(dk_acc, operand(ds.to(q_tile.dtype), cfg), q_operand, cfg)
     return dk_acc, dv_acc
 
 
@@ -263,6 +266,7 @@ def key_gradient_kernel(
     v_tile = load_rows(
         v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV, cfg.ALIGNMENT
     )
+    k_operand, v_operand = operand(k_tile, cfg), operand(v_tile, cfg)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
@@ -296,8 +300,8 @@ def key_gradient_kernel(
             else:
                 m0 = (full_begin + i) * BLOCK_M
             dk_acc, dv_acc = add_queries(
-                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys,
-                start_q, M, N, positions, b, h, mask, score, blocks,
+                dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
+                keys, start_q, M, N, positions, b, h, mask, score, blocks,
                 last_kept, drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
@@ -306,8 +310,8 @@ def key_gradient_kernel(
             else:
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
             dk_acc, dv_acc = add_queries(
-                dk_acc, dv_acc, k_tile, v_tile, m0, q, q_source, dout, dout_source, stats, n0, keys,
-                start_q, M, N, positions, b, h, mask, score, blocks,
+                dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
+                keys, start_q, M, N, positions, b, h, mask, score, blocks,
                 last_kept, drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
@@ -326,7 +330,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def add_keys(
-    dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start, stop,
+    dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start, stop,
     intervals, M, N, positions, b, h, score, blocks,
     last_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
@@ -341,8 +345,9 @@ def add_keys(
         v_source, v, n0, N, cfg, IS_MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV, cfg.ALIGNMENT
     )
     # (BLOCK_M, BLOCK_N)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+    k_operand = operand(k_tile, cfg)
+    qk = product(q_operand, k_operand, cfg)
+    dp = product_in_halves(do_operand, operand(v_tile, cfg), cfg)
     visible = keys < N
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
@@ -363,8 +368,8 @@ def add_keys(
         if cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS:
             ds = tl.where(p > 0.0, ds, 0.0)
         if cfg.HAS_HIDDEN_KEYS:
-            k_tile = without_hidden(k_tile, p)
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc, input_precision="ieee")
+            k_operand = operand(without_hidden(k_tile, p), cfg)
+    return add_product(dq_acc, operand(ds.to(k_tile.dtype), cfg), k_operand, cfg)
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq"))
@@ -423,6 +428,7 @@ def query_gradient_kernel(
         BLOCK_DV,
         cfg.OUT_ALIGNMENT,
     )
+    q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
@@ -453,7 +459,7 @@ def query_gradient_kernel(
         else:
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start,
+            dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start,
             stop, intervals, M, N, positions, b, h, score, blocks, last_kept, drop_key, False,
             cfg,
         )  # fmt: skip
@@ -463,7 +469,7 @@ def query_gradient_kernel(
         else:
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_tile, do_tile, stats, n0, k, k_source, v, v_source, rows, start,
+            dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start,
             stop, intervals, M, N, positions, b, h, score, blocks, last_kept, drop_key, True,
             cfg,
         )  # fmt: skip

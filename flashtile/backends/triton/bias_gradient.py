@@ -14,6 +14,7 @@ from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p, stats_at
+from .products import operand, product, product_in_halves
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
@@ -50,7 +51,7 @@ def probability_tile(
     if cfg.MASK_TILE_M > 0:
         visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     # (BLOCK_M, BLOCK_N)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
@@ -87,7 +88,7 @@ def score_gradient_tile(
         cfg.ALIGNMENT,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
-    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+    dp = product_in_halves(operand(do_tile, cfg), operand(v_tile, cfg), cfg)
     p, qk, visible, stats = probability_tile(
         q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
         cfg,

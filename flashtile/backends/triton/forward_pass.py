@@ -21,6 +21,7 @@ from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unsp
 from .exponentials import as_pivot, exponent_factor, exponentials, log_sum_exp, rescaling
 from .new_tokens import append_tokens, load_queries, rotated_queries
 from .pages import load_keys, page_list
+from .products import add_product_in_halves, operand, product
 from .scales import first_key_block, head_scale, key_block_scale, query_scales
 from .spans import (
     full_tile_of,
@@ -72,14 +73,16 @@ def attend_keys(
         qk = tl.dot(q_tile[0], even_tile)
         qk = tl.dot(q_tile[1], odd_tile, qk)
     else:
-        qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision="ieee")
+        if cfg.HAS_FLOAT8_KEYS:
+            k_tile = k_tile.to(tl.float16)
+        qk = product(q_tile, operand(k_tile, cfg), cfg)
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
         k_tail = load_keys(
             k_source + cfg.D, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
             BLOCK_N, cfg.BLOCK_TAIL,
         )  # fmt: skip
-        qk = tl.dot(q_tail, tl.trans(k_tail), qk, input_precision="ieee")
+        qk += product(q_tail, operand(k_tail, cfg), cfg)
     if cfg.HAS_FLOAT8_KEYS:
         qk *= qk_scale
         k_scale = key_block_scale(score.data.k_block_descale, scale_block, n0, BLOCK_N)
@@ -114,20 +117,21 @@ def attend_keys(
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:
         even_tile, odd_tile = unpack_pairs(v_tile)
-        even = weighted_sum(acc[0], rescale, p, even_tile, v_scale)
-        odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale)
+        even = weighted_sum(acc[0], rescale, p, even_tile, v_scale, cfg)
+        odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale, cfg)
         acc = even, odd
     else:
-        acc = weighted_sum(acc, rescale, p, v_tile, v_scale)
+        acc = weighted_sum(acc, rescale, p, v_tile, v_scale, cfg)
     return acc, new_max, row_sum
 
 
 @triton.jit
-def weighted_sum(acc, rescale, p, v_tile, v_scale):
+def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
     """The output so far, rescaled, plus P V; `v_scale` is the scale of the values, or None."""
     acc = acc * rescale[:, None]
     if v_scale is None:
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        p = p.to(v_tile.dtype)
+        acc = add_product_in_halves(acc, operand(p, cfg), operand(v_tile, cfg), cfg)
     else:
         acc += tl.dot(p.to(v_tile.dtype), v_tile) * v_scale
     return acc
@@ -245,11 +249,12 @@ def forward_kernel(
     if cfg.APPENDING is not None:
         q_parts = load_queries(q_rows, rows, M, b, new, table_rows, cfg)
     else:
-        q_tile = load_columns(q_rows, rows < M, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT)
+        q_tile = operand(load_columns(q_rows, rows < M, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT), cfg)
     q_tail = None
     if cfg.TAIL_D > 0:
         # (BLOCK_M, BLOCK_TAIL)
         q_tail = load_columns(q_rows, rows < M, cfg.D, cfg.TAIL_D, cfg.BLOCK_TAIL, cfg.ALIGNMENT)
+        q_tail = operand(q_tail, cfg)
 
     row_max, row_sum = first_sums(sink_ptr, h, cfg)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
@@ -291,7 +296,7 @@ def forward_kernel(
                 k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin,
                 full_end, end, lengths, score, cfg,
             )  # fmt: skip
-            q_tile = rotated_queries(q_parts, q, cfg)
+            q_tile = operand(rotated_queries(q_parts, q, cfg), cfg)
     qk_scale, scale_block = 1.0, 0
     if cfg.HAS_FLOAT8_KEYS:
         q_tile, q_factor = as_float16(q_tile)

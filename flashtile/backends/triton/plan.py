@@ -142,12 +142,33 @@ SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64,
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
-# float32 is multiplied without tensor cores, so its tiles are the same on all GPUs.
+# float32 without tensor cores: the tiles are the same on all GPUs.
 SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
     128: (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     256: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     512: (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+# float32 on tensor cores, by `precision`. Six products have tiles where they are faster and exact
+# enough (log/float32.md); in TF32, other GPUs and head dims use those of `SINGLE`.
+SINGLE_ON_TENSOR_CORES: dict[tuple[str, str], dict[int, tuple[Tile, ...]]] = {
+    ("bf16x6", "sm_90"): {
+        64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
+        128: (Tile(128, 64, 8, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 64, 4, 1)),
+    },
+    ("tf32", "sm_90"): {
+        64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2)),
+    },
+}
+BF16X6_BIASED_FORWARD = {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 4, 1)}
+# The same for up to FEW_ROWS rows of queries (keys, warps, stages).
+BF16X6_FEW_ROWS: dict[int, tuple[int, int, int]] = {64: (64, 4, 2), 128: (32, 4, 2)}
+# What `explain` says of each `precision`.
+PRODUCTS = {
+    "ieee": "without tensor cores",
+    "tf32": "one product in TF32, as PyTorch's switch for its own products allows",
+    "bf16x6": "six products of bfloat16 parts on tensor cores, as exact as float32",
 }
 _forced: dict[str, Tile] = {}  # set by `forced_tile`, for all threads
 
@@ -184,6 +205,7 @@ class KernelConfig:
     BLOCK_TAIL: int
     GROUP: int  # query heads that share a key head
     IS_PACKED_GROUP: bool  # a tile holds rows of all heads of a group
+    PRECISION: str  # how float32 is multiplied: `products.py`
     IS_LINEAR: bool  # a score is a product times a positive scale, nothing else
     HAS_LARGE_SCORES: bool  # scores from the caller's tensors or functions: `exponentials.py`
     HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything
@@ -250,7 +272,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     table = architecture(problem.capability)
     if table in FOR_DESCRIPTORS and not described:
         table = "pointers"  # smaller tiles, because pointers take registers
-    forward, keys, queries, *values = tiles_for(table, problem.dtype, head_dim)
+    if problem.dtype == torch.float32:
+        forward, keys, queries, *values = _tiles_of_single(problem)
+    else:
+        forward, keys, queries, *values = tiles_for(table, head_dim)
     if problem.has_bias and problem.dtype != torch.float32:
         forward, keys, queries = BIASED.get(table, {}).get(
             column_of(head_dim), (forward, keys, queries)
@@ -274,9 +299,13 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         forward = forward._replace(
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
+        if precision(problem) == "bf16x6":
+            forward = BF16X6_BIASED_FORWARD[column_of(head_dim)]
     scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
     bands = scores
-    if problem.dtype != torch.float32:
+    if precision(problem) == "bf16x6":
+        bands = scores._replace(warps=8)
+    elif problem.dtype != torch.float32:
         bands = BANDS.get(architecture(problem.capability), {}).get(column_of(head_dim), scores)
     split = _for_few_rows(forward, rows, problem, is_split=True)
     forward = _for_few_rows(forward, rows, problem, is_split=False)
@@ -326,17 +355,34 @@ def short_tile(problem: AttentionProblem) -> Tile:
     return Tile(rows, keys, 8 if size > 64 * 64 and problem.group > 1 else 4, 1)
 
 
-def tiles_for(name: str, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
+def tiles_for(name: str, head_dim: int) -> tuple[Tile, ...]:
     """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's."""
     column = column_of(head_dim)
-    if dtype == torch.float32:
-        return SINGLE[column]
     measured = tuned(name).get(str(column), {}) | _forced
     table = HALF[name][column]
     return tuple(
         Tile(*measured[kernel]) if kernel in measured else tile
         for kernel, tile in zip(PASSES, table, strict=False)
     )
+
+
+def precision(problem: AttentionProblem) -> str:
+    """How tiles are multiplied: `products.py`. Tensor cores of sm_80 lose too much in sums for six
+    products, those of GeForce are too slow, and Triton 3.6 cannot compile them for sm_100.
+    """
+    if problem.dtype != torch.float32 or hardware.is_rocm() or problem.capability is None:
+        return "ieee"
+    if problem.allows_tf32 and problem.capability >= (8, 0):
+        return "tf32"
+    columns = SINGLE_ON_TENSOR_CORES.get(("bf16x6", architecture(problem.capability)), {})
+    return "bf16x6" if column_of(max(problem.D, problem.Dv)) in columns else "ieee"
+
+
+def _tiles_of_single(problem: AttentionProblem) -> tuple[Tile, ...]:
+    """Tiles of `PASSES` in float32."""
+    column = column_of(max(problem.D, problem.Dv))
+    name = precision(problem), architecture(problem.capability)
+    return SINGLE_ON_TENSOR_CORES.get(name, {}).get(column, SINGLE[column])
 
 
 def passes_of(head_dim: int) -> tuple[str, ...]:
@@ -427,6 +473,8 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
         lines[0] += f", {problem.group} query heads in a tile"
     if splits > 1:
         lines[0] += f", keys split into {splits} parts"
+    if problem.dtype == torch.float32:
+        lines.append(f"float32: {PRODUCTS[precision(problem)]}")
     if problem.capability not in MEASURED:
         device = device_name(problem)
         lines.append(f"untested: the kernels compile for {device}, but have never run on it")
@@ -443,9 +491,7 @@ def _kernel_plan(
     plain = options.softcap == 0 and not problem.has_alibi and not has_large_scores(problem)
     D = min(problem.D, MAX_HEAD_DIM)
     tail = problem.D - D
-    BLOCK_D, BLOCK_DV = (
-        padded(x, problem.dtype, problem.capability, tile.warps) for x in (D, problem.Dv)
-    )
+    BLOCK_D, BLOCK_DV = (padded(x, problem, tile.warps) for x in (D, problem.Dv))
     config = KernelConfig(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
@@ -454,9 +500,10 @@ def _kernel_plan(
         BLOCK_D=BLOCK_D,
         BLOCK_DV=BLOCK_DV,
         TAIL_D=tail,
-        BLOCK_TAIL=padded(tail, problem.dtype, problem.capability, tile.warps) if tail else 0,
+        BLOCK_TAIL=padded(tail, problem, tile.warps) if tail else 0,
         GROUP=problem.group,
         IS_PACKED_GROUP=packed,
+        PRECISION=precision(problem),
         IS_LINEAR=plain and options.softmax_scale > 0,
         HAS_LARGE_SCORES=has_large_scores(problem),
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
@@ -508,6 +555,8 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
             return Tile(FEW_ROWS, *few)
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
             return Tile(32, *few)
+    if precision(problem) == "bf16x6" and rows <= FEW_ROWS:
+        return Tile(FEW_ROWS, *BF16X6_FEW_ROWS[head_dim])
     for height in (16, 64):
         if rows <= height < tile.BLOCK_M:
             warps = tile.warps if height * head_dim > 64 * 128 else 4
@@ -525,16 +574,15 @@ def _cover(block: int, mask_tile: int) -> int:
     return 1 if mask_tile % block == 0 else (block + mask_tile - 2) // mask_tile + 1
 
 
-def padded(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None, warps: int
-) -> int:
+def padded(head_dim: int, problem: AttentionProblem, warps: int) -> int:
     """The next power of two, at least 16, the smallest size that matrix units multiply.
 
-    At least 64 if tiles are multiplied from shared memory (16 bits on Hopper and newer, by 4 warps
-    or more): for narrower tiles, Triton 3.6 reads keys past the sixteenth at wrong addresses, even
+    At least 64 if tensor cores multiply tiles in shared memory (on Hopper and newer, by 4 warps or
+    more): for narrower tiles, Triton 3.6 reads keys past the sixteenth at wrong addresses, even
     outside of the tile.
     """
-    reads_shared = hardware.has_tma(capability) and dtype != torch.float32 and warps >= 4
+    on_tensor_cores = problem.dtype != torch.float32 or precision(problem) != "ieee"
+    reads_shared = hardware.has_tma(problem.capability) and on_tensor_cores and warps >= 4
     return max(64 if reads_shared else 16, 1 << (head_dim - 1).bit_length())
 
 

@@ -11,6 +11,7 @@ from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
 from .exponentials import exponent_factor, exponentials, pivot_of_lse
 from .pages import load_keys, page_list
+from .products import operand, product
 from .spans import in_spans, load_intervals
 from .tiles import (
     between,
@@ -73,7 +74,7 @@ def probabilities_kernel(
         k_source, k, pages, start_k, n0, N, lengths, cfg, True, cfg.D, BLOCK_N, cfg.BLOCK_D
     )
     # (BLOCK_M, BLOCK_N)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
     s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
