@@ -144,8 +144,8 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     """The loop over this program's query blocks that see the tile, head by head; returns dV."""
     channels.k.acquire(0)
     if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
-        keys = kept_keys(work, sizes, mask, cfg)
-        clear_slot(VALUES, channels.k, 0, keys, kind_of_keys(cfg), None, cfg)
+        kept = kept_keys(work, sizes, mask, cfg)
+        clear_slot(VALUES, channels.k, 0, kept, kind_of_keys(cfg), None, cfg)
     dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
     total = work.stop_step - work.first_step
     gl.assume(total > 0)
@@ -287,11 +287,11 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
     channels.k.acquire(0)
     channels.v.acquire(0)
     if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
-        keys = kept_keys(work, sizes, mask, cfg)
-        clear_slot(KEYS, channels.v, 0, keys, kind_of_keys(cfg), None, cfg)
+        kept = kept_keys(work, sizes, mask, cfg)
+        clear_slot(KEYS, channels.v, 0, kept, kind_of_keys(cfg), None, cfg)
     dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
     v = own_rows(0, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
-    dead = work.n
+    dead = work.M  # with lists, any row may see no key
     if cfg.HAS_DEAD_ROWS and not cfg.HAS_LISTS:
         dead = first_seeing_row(work, mask, cfg)
     i = 0
@@ -301,19 +301,28 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
         listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
         begin, _, _, end = own_blocks(g, listed, work, cfg)
         m = end - 1
-        if cfg.IS_PACKED and not cfg.HAS_DEAD_ROWS:  # the sequence may end in this block
+        if cfg.IS_PACKED:  # the sequence may end in this block
             dk, tail = key_step(
                 dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
             )  # fmt: skip
             i += 1
             m -= 1
-        for _ in range(begin, m + 1):
+        full_begin = begin  # the blocks before it may have rows that see no key
+        if cfg.HAS_DEAD_ROWS:
+            full_begin = gl.minimum(gl.maximum(gl.cdiv(dead, cfg.BLOCK_M), begin), m + 1)
+        for _ in range(full_begin, m + 1):
             dk, tail = key_step(
-                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, cfg.HAS_DEAD_ROWS,
-                cfg,
+                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, False, cfg
             )  # fmt: skip
             i += 1
             m -= 1
+        if cfg.HAS_DEAD_ROWS:
+            for _ in range(begin, full_begin):
+                dk, tail = key_step(
+                    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
+                )  # fmt: skip
+                i += 1
+                m -= 1
     return dk, tail
 
 
@@ -381,7 +390,9 @@ def issue_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels, cfg: gl.co
 
 
 @gluon.jit
-def clear_slot(ME: gl.constexpr, channel, i, kept, KIND: gl.constexpr, statistics, cfg: gl.constexpr):
+def clear_slot(
+    ME: gl.constexpr, channel, i, kept, KIND: gl.constexpr, statistics, cfg: gl.constexpr
+):
     """Zero the rows of slot `i` that are not kept, see `unseen.py`, and their `statistics`, if any.
 
     Both consumers clear dO, with the same values. The value consumer also clears K, the key

@@ -41,7 +41,9 @@ class BlockLists(NamedTuple):
     # int32 (tiles of bits, BLOCK_M, BLOCK_N / 32): visible keys, a bit for each; for tiles of keys
     # (tiles of bits, BLOCK_N, BLOCK_M / 32): visible queries
     bits: Tensor
-    unseen: Tensor  # int32 (batch, heads, N + `SPARE_MARKS`): 1 for keys that no query of a group sees
+    unseen: (
+        Tensor  # int32 (batch, heads, N + `SPARE_MARKS`): 1 for keys that no query of a group sees
+    )
     batch_step: int  # masks from one sequence to the next, and from one head to the next
     head_step: int
 

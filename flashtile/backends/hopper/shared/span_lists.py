@@ -131,7 +131,14 @@ def spans_of(
     if len(made) > 1:
         return SpanLists._make((*made, *steps))
     starts, stops = operands.span_starts, operands.span_stops
-    return SpanData(starts, stops=stops, **strides(operands), unseen=made[0], batch_step=steps[0], head_step=steps[1])
+    return SpanData(
+        starts,
+        stops=stops,
+        **strides(operands),
+        unseen=made[0],
+        batch_step=steps[0],
+        head_step=steps[1],
+    )
 
 
 class SpanData(NamedTuple):
