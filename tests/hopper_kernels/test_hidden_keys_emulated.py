@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import BlockMask
-from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.problem import Operands, Options
 from flashtile.spans import Spans
 from flashtile.testing import (
     attention_reference,

@@ -210,9 +210,10 @@ def add_queries(
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
         )
-        if cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS:  # delta has the gradient of the log-sum-exp
-            if IS_MASKED or score.bias.ptr is not None:
-                ds = tl.where(p > 0.0, ds, 0.0)
+        if (cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS) and (  # delta has the gradient of the lse
+            IS_MASKED or score.bias.ptr is not None
+        ):
+            ds = tl.where(p > 0.0, ds, 0.0)
         dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
     return dk_acc, dv_acc
 
