@@ -105,9 +105,7 @@ def delta_kernel(
             minus_delta += tl.load(dlse_ptr + source, mask=real, other=0.0)
         dead = lse == -float("inf")
         minus_delta = tl.where(dead, 0.0, minus_delta)
-        if (
-            sink_ptr is not None
-        ):  # which is the log-sum-exp of a row without a key, but for rounding
+        if sink_ptr is not None:  # it is the log-sum-exp of a row without a key, but for rounding
             sink = tl.load(sink_ptr + h).to(tl.float32)
             is_sink = tl.abs(lse - sink) <= tl.abs(sink) * SINK_ERROR
             dead = dead | (is_sink & (tl.sum(tl.abs(o), 1) == 0.0))

@@ -108,7 +108,7 @@ def span_rows_kernel(
     number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + block
     spans = SpanData(
         starts_ptr, starts_batch, starts_head, starts_row, starts_interval,
-        stops_ptr, stops_batch, stops_head, stops_row, stops_interval,
+        stops_ptr, stops_batch, stops_head, stops_row, stops_interval, None, 0, 0,
     )  # fmt: skip
     to = made.intervals + number * (SPANS * 2 * BLOCK_M)
     rules = Rules(left, right, chunk)

@@ -41,9 +41,7 @@ class BlockLists(NamedTuple):
     # int32 (tiles of bits, BLOCK_M, BLOCK_N / 32): visible keys, a bit for each; for tiles of keys
     # (tiles of bits, BLOCK_N, BLOCK_M / 32): visible queries
     bits: Tensor
-    unseen: (
-        Tensor  # int32 (batch, heads, N + `SPARE_MARKS`): 1 for keys that no query of a group sees
-    )
+    unseen: Tensor  # int32 (batch, heads, N + `SPARE_MARKS`): 1 for keys that no query sees
     batch_step: int  # masks from one sequence to the next, and from one head to the next
     head_step: int
 
@@ -269,22 +267,23 @@ def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
     rows, keys = partial.shape[1:]
     N = columns * keys
     seen = kinds.new_zeros((batch, heads, N), dtype=torch.bool)
-    start, stop = key_ranges(problem, torch.arange(tiles * rows, device=kinds.device)[:, None])
-    start[problem.M :] = N  # no rows
     n = torch.arange(N, device=kinds.device)
-    # (rows, keys) of a tile, as (tiles, rows, columns, keys)
-    by_rules = ((n >= start) & (n < stop)).unflatten(1, (columns, keys)).unflatten(0, (tiles, rows))
     # Some tiles of queries at a time, because each element of the mask takes a byte here.
     at_once = max(MOST_ELEMENTS // (batch * heads * rows * N), 1)
     for first in range(0, tiles, at_once):
-        chosen = slice(first, first + at_once)
+        chosen = slice(first, min(first + at_once, tiles))
+        row = torch.arange(chosen.start * rows, chosen.stop * rows, device=kinds.device)[:, None]
+        start, stop = key_ranges(problem, row)
+        # (tiles, columns, rows, keys)
+        by_rules = (n >= start) & (n < stop) & (row < problem.M)
+        by_rules = by_rules.unflatten(1, (columns, keys)).unflatten(0, (-1, rows)).transpose(1, 2)
         # (batch, heads, tiles, columns, rows, keys)
         kind = kinds[:, :, chosen, :, None, None]
         found = kind == FULL
         if len(partial):
             elements = partial[index[:, :, chosen].long().clamp(min=0)]
             found = found | ((kind == PARTIAL) & elements)
-        found = found & by_rules[chosen].transpose(1, 2)
+        found = found & by_rules
         seen |= found.any(4).any(2).flatten(2)
     if heads > 1:
         seen = seen.unflatten(1, (-1, problem.group)).any(2).repeat_interleave(problem.group, 1)

@@ -130,15 +130,8 @@ def spans_of(
     steps = steps_of(problem, operands)
     if len(made) > 1:
         return SpanLists._make((*made, *steps))
-    starts, stops = operands.span_starts, operands.span_stops
-    return SpanData(
-        starts,
-        stops=stops,
-        **strides(operands),
-        unseen=made[0],
-        batch_step=steps[0],
-        head_step=steps[1],
-    )
+    tensors = {"starts": operands.span_starts, "stops": operands.span_stops, "unseen": made[0]}
+    return SpanData(**tensors, **strides(operands), batch_step=steps[0], head_step=steps[1])
 
 
 class SpanData(NamedTuple):
@@ -154,9 +147,9 @@ class SpanData(NamedTuple):
     stops_head: Any
     stops_row: Any
     stops_interval: Any
-    unseen: Any = None  # as in `SpanLists`, as are the next two
-    batch_step: Any = 0
-    head_step: Any = 0
+    unseen: Any  # as in `SpanLists`, as are the next two; nothing where lists are made
+    batch_step: Any
+    head_step: Any
 
 
 class Rules(NamedTuple):
@@ -189,7 +182,7 @@ def span_lists_kernel(
     number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tile
     spans = SpanData(
         starts_ptr, starts_batch, starts_head, starts_row, starts_interval,
-        stops_ptr, stops_batch, stops_head, stops_row, stops_interval,
+        stops_ptr, stops_batch, stops_head, stops_row, stops_interval, None, 0, 0,
     )  # fmt: skip
     rules = Rules(left, right, chunk)
     to = lists.intervals + number * (SPANS * 2 * cfg.BLOCK_M)
