@@ -407,6 +407,27 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_forward_emulated.py::test_spans_of_everyday_masks -k prefix",
     ),
     Planted(
+        "hopper: values of hidden keys",
+        "kept_values",
+        "first = rows.unseen - n0",
+        "first = 0 * n0",
+        "tests/hopper_kernels/test_hidden_keys_emulated.py -k 'forward and window'",
+    ),
+    Planted(
+        "hopper: marks of keys that no span contains",
+        "unseen_keys_kernel",
+        "tl.minimum(stop, last)",
+        "tl.maximum(stop, last)",
+        "tests/hopper_kernels/test_hidden_keys_emulated.py -k 'forward and span'",
+    ),
+    Planted(
+        "hopper: gradients of rows without a key",
+        "kept_rows",
+        "dead - m * cfg.BLOCK_M",
+        "0 * dead",
+        "tests/hopper_kernels/test_hidden_keys_emulated.py -k 'rows_without and causal'",
+    ),
+    Planted(
         "hopper: bits of a large mask tile",
         "cut_mask",
         "(index * down + m % down)",

@@ -320,6 +320,7 @@ LANGUAGE: dict[str, Any] = {
     "zeros": lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),
     "full": lambda shape, value, dtype, layout=None: tile(torch.full(shape, value, dtype=dtype)),
     "where": where,
+    "max": torch.amax,
     "maximum": maximum,
     "minimum": lambda x, y: torch.minimum(tile(x), tile(y)),
     "cdiv": lambda x, y: (x + y - 1) // y,
@@ -464,7 +465,12 @@ def run(launch: Any, seed: int) -> list[tuple[int, int]]:
 
 
 def run_chain(launches: list[Any], seed: int) -> list[tuple[int, int]]:
-    """Run a launch and those that start while the one before ends; the `additions`."""
+    """Run launches, of which early ones start while the one before ends; the `additions` of the
+    last one that is not early and those after it."""
+    last = max((n for n, launch in enumerate(launches) if n and not launch.is_early), default=0)
+    if last:
+        run_chain(launches[:last], seed)
+        return run_chain(launches[last:], seed)
     global scheduler, named_barriers
     scheduler, named_barriers = Scheduler(seed), NamedBarriers()
     for record in (additions, tickets, shapes, grids, letting):

@@ -74,7 +74,7 @@ def gradients(
         launches = backward_launches(
             problem, operands, out, lse, readable(dout), dlse, found, lists
         )
-    before = len(found.of_spans or ()) // 2  # launches that list the blocks of spans
+    before = 3 if found.of_spans else 0  # launches that list the blocks of spans
     of_spans, launches = launches[:before], launches[before:]
     assert len(launches) == (3 if parts == 1 else 4)
     for sums in (found.dk_parts, found.dv_parts):

@@ -170,6 +170,22 @@ def test_options(option: str, head_dim: int):
     dense("block", 1, {"D": head_dim, "M": 330, "N": 500}, **OPTIONS[option])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hidden_keys_may_be_nan(head_dim: int):
+    """Those before the first query's window."""
+    small = quantize_qkv(*qkv(generator(0), B=1, M=130, N=400, D=head_dim), scales="head")
+
+    def call(hidden: float) -> tuple[Tensor, Tensor]:
+        k, v = (x.float() for x in small[1:3])
+        k[:, :230], v[:, :230] = hidden, hidden
+        tensors = small.q, k.to(E4M3), v.to(E4M3)
+        given = {"window_size": (40, 0), **descales(small)}
+        return emulate(*describe(tensors, Dense(), given), seed=0)
+
+    for got, wanted in zip(call(torch.nan), call(1.0), strict=True):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("style", ["contiguous", "transposed", "sliced", "offset"])
 def test_strides(style: str):
     """Also batches whose keys fill no whole group, and heads that lie before rows."""

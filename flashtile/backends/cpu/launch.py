@@ -76,7 +76,10 @@ def backward(
     """
     plan = plan_backward(problem, dlse is not None)
     q, k, v = operands[:3]
-    results = (out, lse, _without_dead_rows(dout, out, lse, operands.sink), dlse)
+    dead = _dead_rows(out, lse, operands.sink)
+    if dead is not None:  # they have no gradient, whatever that of their output holds
+        dout = dout.masked_fill(dead.transpose(-1, -2).unsqueeze(-1), 0.0)
+    results = (out, lse, dout, dlse, dead)
     dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
     dsink = _zeros_like(operands.sink, lse.dtype)
     with_captured = captured_needs_grad(problem.options)
@@ -119,18 +122,17 @@ def backward(
     )
 
 
-def _without_dead_rows(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """`dout` with zeros in rows that see no key, which have no gradient whatever it holds there."""
+def _dead_rows(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor | None:
+    """Which rows see no key, in the shape of `lse`; None if there are none."""
     if sink is None:
         dead = lse == -torch.inf
     else:  # such a row has the sink as its log-sum-exp
         dead = lse == sink.to(lse.dtype).unsqueeze(-1)
     if not dead.any():
-        return dout
-    dead = dead.transpose(-1, -2).unsqueeze(-1)
+        return None
     if sink is not None:  # as has a row whose keys count for nothing
-        dead = dead & (out == 0).all(-1, keepdim=True)
-    return dout.masked_fill(dead, 0.0)
+        dead = dead & (out == 0).all(-1).transpose(-1, -2)
+    return dead
 
 
 def check_indices(problem: AttentionProblem, operands: Operands) -> None:
@@ -195,11 +197,11 @@ def _segment_backward(
     operands: Operands,
     segment: Segment,
     plan: Plan,
-    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a segment; adds to `sums`."""
-    out, lse, dout, _ = results
+    out, lse, dout = results[:3]
     if operands.bias is not None and tiles.is_large(segment.rows(lse)).any():
         plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
     if _runs_native(segment, plan):
@@ -238,9 +240,7 @@ def _native_backward(
     if dsink is not None and operands.sink is not None:
         delta = (out_rows.to(dtype) * dout_rows.to(dtype)).sum(-1)
         sink = operands.sink[segment.heads].to(dtype)
-        part = tiles.sink_gradient(sink, lse_rows, delta)
-        assert part is not None
-        dsink[segment.heads] += part
+        dsink[segment.heads] += tiles.sink_gradient(sink, lse_rows, delta)
     return native.backward(
         segment.queries(operands.q),
         segment.keys(operands.k),
@@ -261,19 +261,25 @@ def _plain_backward(
     operands: Operands,
     segment: Segment,
     plan: Plan,
-    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, dout, dlse = results
+    out, lse, dout, dlse, dead = results
     dtype = plan.compute_dtype
     dO = segment.queries(dout).to(dtype)
+    L = segment.rows(lse).to(dtype)
     delta = (segment.queries(out).to(dtype) * dO).sum(-1)
     if dlse is not None:  # dS = P * (dP - delta + dlse)
         delta -= segment.rows(dlse)
         delta.masked_fill_(segment.rows(lse) == -torch.inf, 0.0)  # whatever dlse holds there
+    if sums.dsink is not None and operands.sink is not None:
+        sink = operands.sink[segment.heads].to(dtype)
+        sums.dsink[segment.heads] += tiles.sink_gradient(sink, L, delta)
+        if dead is not None:  # rows in which only the sink has P
+            delta.masked_fill_(segment.rows(dead), 0.0)
     grads = tiles.backward(
         _tile_problem(problem, operands, segment, plan),
-        segment.rows(lse).to(dtype),
+        L,
         dO,
         delta,
         None if sums.dbias is None else segment.per_score(sums.dbias),
@@ -281,9 +287,6 @@ def _plain_backward(
         _distance_gradients(sums, segment),
         problem.is_partial,
     )
-    if sums.dsink is not None:
-        assert grads.dsink is not None
-        sums.dsink[segment.heads] += grads.dsink
     return grads.dQ, grads.dK, grads.dV
 
 

@@ -95,7 +95,6 @@ class TileGradients(NamedTuple):
     dQ: Tensor
     dK: Tensor
     dV: Tensor
-    dsink: Tensor | None
 
 
 def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
@@ -182,7 +181,7 @@ def backward(
             dQ_tile += dS_rows @ K
             dK[:, :, keys] += dS_rows.mT @ Q  # Q carries the scale
         dQ[:, :, m0:m1] = unfold(dQ_tile, tp.Q).mul_(tp.score.scale)
-    return TileGradients(dQ, dK, dV, sink_gradient(tp.sink, L, delta))
+    return TileGradients(dQ, dK, dV)
 
 
 def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
@@ -302,10 +301,9 @@ def first_statistics(tp: TileProblem, rows: int) -> tuple[Tensor, Tensor]:
     return m, l
 
 
-def sink_gradient(sink: Tensor | None, L: Tensor, delta: Tensor) -> Tensor | None:
+def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
     """(heads,): the sink is a key with P = exp(sink - L) and dP = 0."""
-    if sink is None:
-        return None
+    L = L.masked_fill(L == -INFINITY, INFINITY)  # padding, and a sink of -inf
     P = torch.exp(sink[:, None] - L)
     return -(P * delta).sum(dim=(0, 2))
 

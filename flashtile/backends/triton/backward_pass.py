@@ -213,7 +213,9 @@ def add_queries(
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
         )
-        if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
+        if (cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS) and (  # delta has the gradient of the lse
+            IS_MASKED or score.bias.ptr is not None
+        ):
             ds = tl.where(p > 0.0, ds, 0.0)
         dk_acc = add_product(dk_acc, operand(ds.to(q_tile.dtype), cfg), q_operand, cfg)
     return dk_acc, dv_acc

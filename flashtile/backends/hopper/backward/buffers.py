@@ -31,15 +31,16 @@ class Buffers(NamedTuple):
     tiles: Tensor | None = None
     dk_parts: Tensor | None = None  # see `part_sums.py`
     dv_parts: Tensor | None = None
-    span_counts: Tensor | None = None  # see `SpanBuffers`, as the next three
+    span_counts: Tensor | None = None  # see `SpanBuffers`, as the next four
     span_entries: Tensor | None = None
     span_intervals: Tensor | None = None
+    span_unseen: Tensor | None = None
     span_extremes: Tensor | None = None
 
     @property
     def of_spans(self) -> SpanBuffers | None:
         """What the kernels that list the blocks of spans write to, if there are any."""
-        return None if self.span_counts is None else SpanBuffers._make(self[-4:])
+        return None if self.span_counts is None else SpanBuffers._make(self[-5:])
 
 
 class Allocation(NamedTuple):

@@ -48,6 +48,7 @@ from ..shared.intrinsics import (
     wait_cycles,
 )
 from ..shared.softmax import alibi_slope
+from ..shared.unseen import clear_numbers, clear_rows, has_cleared, kind_of_keys, kind_of_rows
 from .dq import add_at_once, put_piece
 from .part_sums import store_part
 from .products import (
@@ -71,6 +72,9 @@ from .products import (
 from .schedule import (
     block_at,
     first_block_of,
+    first_seeing_row,
+    kept_keys,
+    kept_rows,
     key_work,
     listed_blocks,
     next_block,
@@ -93,15 +97,17 @@ class Keys:
     shift: gl.tensor  # position of row 0
     entries: gl.tensor  # pointer to the list of blocks
     masks: gl.tensor  # pointer to the keys of the first tile of bits, or to the rows' intervals
+    dead: gl.tensor  # `first_seeing_row`
 
     @gluon.constexpr_function
-    def __init__(self, number, start, stop, shift, entries, masks):
+    def __init__(self, number, start, stop, shift, entries, masks, dead):
         self.number = number
         self.start = start
         self.stop = stop
         self.shift = shift
         self.entries = entries
         self.masks = masks
+        self.dead = dead
 
 
 @aggregate
@@ -159,8 +165,8 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     """
     channels.k.acquire(0)
     channels.v.acquire(0)
-    if cfg.IS_PACKED:
-        clear_keys(ME, channels, work, cfg)
+    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+        clear_keys(ME, channels, work, sizes, mask, cfg)
     sums = no_sums(work.n, cfg)
     k = own_rows(ME, channels.k, 0, False, cfg)
     v = own_rows(ME, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
@@ -235,8 +241,9 @@ def step(
     k = own_rows(ME, channels.k, zero, False, cfg)
     bits = bits_of(m, keys, cfg)
     m = block_at(m, keys.entries, cfg)
-    if IS_MASKED and cfg.IS_PACKED:
-        clear_rows(ME, channels, i, work.M - m * cfg.BLOCK_M, cfg)
+    if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):
+        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+        clear_queries(ME, channels, i, rows, cfg)
     channels.dout.acquire(i)
     if not cfg.HAS_V_IN_REGISTERS:
         v = own_rows(ME, channels.v, zero, False, cfg)
@@ -349,7 +356,10 @@ def keys_of(ME: gl.constexpr, listed, work, mask, zero, cfg: gl.constexpr):
     if cfg.SPANS > 0:
         masks = listed.intervals
     start, stop = gl.where(real, start, NO_ROW), gl.where(real, stop, 0)
-    return Keys(number, start, stop, shift, listed.entries, masks)
+    dead = shift
+    if cfg.HAS_DEAD_ROWS and not cfg.HAS_LISTS:
+        dead = first_seeing_row(work, mask, cfg)
+    return Keys(number, start, stop, shift, listed.entries, masks, dead)
 
 
 @gluon.jit
@@ -366,54 +376,51 @@ def acquire_if(channel, i, there):
     mbarrier.wait(channel.full.index(slot), (i // channel.SLOTS) & 1, pred=there)
 
 
-# Rows past the end of a packed sequence
+# Keys that no query sees, queries that see no key, and rows past the end of a packed sequence
 
 
 @gluon.jit
-def clear_keys(ME: gl.constexpr, channels, work, cfg: gl.constexpr):
-    """Zero the rows of K and V past the end of the sequence, which belong to another sequence or to
-    none: their weight is zero, but zero times infinity is NaN.
+def clear_keys(ME: gl.constexpr, channels, work, sizes, mask, cfg: gl.constexpr):
+    """Zero the rows of K and V that are not kept.
 
     Each consumer clears the rows of its own keys. dQ reads all rows of K, but only after the
     barrier of both consumers' dS^T.
     """
-    count = work.N - work.n0
-    if count < cfg.BLOCK_N:
+    kept = kept_keys(work, sizes, mask, cfg)
+    KIND: gl.constexpr = kind_of_keys(cfg)
+    if has_cleared(kept, KIND, cfg.BLOCK_N):
         FIRST: gl.constexpr = ME * CONSUMER_ROWS
-        clear_past_end(keys_tile(ME, channels.k.tile(0), cfg), count - FIRST)
-        clear_past_end(keys_tile(ME, channels.v.tile(0), cfg), count - FIRST)
+        clear_tile(keys_tile(ME, channels.k.tile(0), cfg), kept, KIND, FIRST)
+        clear_tile(keys_tile(ME, channels.v.tile(0), cfg), kept, KIND, FIRST)
         if cfg.TAIL_D > 0:
-            clear_past_end(keys_tile(ME, channels.k.tail(0), cfg), count - FIRST)
-            clear_past_end(keys_tile(ME, channels.v.tail(0), cfg), count - FIRST)
+            clear_tile(keys_tile(ME, channels.k.tail(0), cfg), kept, KIND, FIRST)
+            clear_tile(keys_tile(ME, channels.v.tail(0), cfg), kept, KIND, FIRST)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
 @gluon.jit
-def clear_rows(ME: gl.constexpr, channels, i, count, cfg: gl.constexpr):
-    """Zero the rows of a block of Q and dO past the end of the sequence. Both consumers write the
-    same values, and S^T is masked past the end, so neither waits for the other.
+def clear_queries(ME: gl.constexpr, channels, i, kept, cfg: gl.constexpr):
+    """Zero the rows of a block of Q and dO that are not kept. S^T is masked there, so no consumer
+    waits for the other.
     """
-    if count < cfg.BLOCK_M:
+    KIND: gl.constexpr = kind_of_rows(cfg)
+    if has_cleared(kept, KIND, cfg.BLOCK_M):
         channels.dout.acquire(i)
-        clear_past_end(rows_tile(channels.q, i, cfg), count)
-        clear_past_end(rows_tile(channels.dout, i, cfg), count)
+        clear_tile(rows_tile(channels.q, i, cfg), kept, KIND, 0)
+        clear_tile(rows_tile(channels.dout, i, cfg), kept, KIND, 0)
         if cfg.TAIL_D > 0:
-            clear_past_end(rows_tail(channels.q, i, cfg), count)
-            clear_past_end(rows_tail(channels.dout, i, cfg), count)
+            clear_tile(rows_tail(channels.q, i, cfg), kept, KIND, 0)
+            clear_tile(rows_tail(channels.dout, i, cfg), kept, KIND, 0)
+        if cfg.HAS_DEAD_ROWS:  # with a sink, delta has the gradient of the log-sum-exp
+            clear_numbers(channels.delta.index(i % cfg.DO_STAGES), kept, KIND, cfg.BLOCK_M)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
 @gluon.jit
-def clear_past_end(x, count):
-    """Zero the rows of `x` (rows, columns) from row `count`, in steps that need few registers."""
+def clear_tile(x, kept, KIND: gl.constexpr, FIRST: gl.constexpr):
+    """Zero the rows of `x` that are not kept, those of the tile from FIRST."""
     STEP: gl.constexpr = 16
-    ROWS: gl.constexpr = x.shape[0]
-    LAYOUT: gl.constexpr = rows_of_heads(x.shape[1], CONSUMER_WARPS)
-    row = gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
-    for first in gl.static_range(0, ROWS, STEP):
-        part = x.slice(first, STEP)
-        kept = part.load(LAYOUT)
-        part.store(gl.where((row + first < count)[:, None], kept, gl.zeros_like(kept)))
+    clear_rows(x, kept, KIND, FIRST, STEP, rows_of_heads(x.shape[1], CONSUMER_WARPS))
 
 
 # Results

@@ -209,7 +209,7 @@ def backward_launches(
     }
     launches, of_spans = [], made.of_spans
     if of_spans is not None:
-        launches = span_launches(problem, operands, of_spans, config)
+        launches = span_launches(problem, operands, of_spans, before)
     launches += [
         delta_launch(problem, operands, out, lse, dout, dlse, made, before),
         key_launch(problem, operands, dout, made, lists, before),
@@ -252,6 +252,7 @@ def delta_launch(
         "heads": problem.Hq,
         "group": problem.group,
         "keep": 1.0 - problem.options.dropout_p if config.HAS_DROPOUT else None,
+        "sink_ptr": at_boundary(operands.sink) if config.HAS_DEAD_ROWS else None,
         **common,
     }
     return Launch(delta_kernel, row_grid(problem, operands, config), arguments)
@@ -414,10 +415,12 @@ def plain_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def sink_gradient(sink: Tensor, lse_log2: Tensor, minus_delta: Tensor) -> Tensor:
-    """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; rows that saw no key have P =
-    0. With dropout, the factors of both statistics cancel (`delta_kernel`).
+    """(Hq,): the sink is a key with P = exp(sink - lse) and dP = 0; in rows that saw no key, only
+    the sink has P, and rows of no sequence have delta = 0. With dropout, the factors of both
+    statistics cancel (`delta_kernel`).
     """
     heads = sink.shape[0]
     sink_log2 = sink.float()[:, None] * torch.log2(torch.tensor(torch.e)).item()
-    p = torch.exp2(sink_log2 - lse_log2.view(heads, -1))
+    lse_log2 = lse_log2.view(heads, -1)
+    p = torch.exp2(sink_log2 - lse_log2).masked_fill(lse_log2 == torch.inf, 1.0)
     return (p * minus_delta.view(heads, -1)).sum(1).to(sink.dtype)

@@ -87,6 +87,8 @@ class BackwardConfig:
     IS_PARTIAL: bool  # dK and dV are parts of sums, in float32
     IS_DQ_ADDED: bool  # dQ is added to what is there
     DQ_COLUMNS: int  # of the workspace of dQ
+    HAS_HIDDEN_KEYS: bool  # as in the forward
+    HAS_DEAD_ROWS: bool  # the gradient of a query that sees no key may hold anything
 
 
 @memoised(4096)
@@ -144,6 +146,8 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         IS_PARTIAL=problem.is_partial,
         IS_DQ_ADDED=problem.is_partial and not problem.has_whole_queries,
         DQ_COLUMNS=dq_columns(problem, columns),
+        HAS_HIDDEN_KEYS=problem.has_hidden_keys,
+        HAS_DEAD_ROWS=problem.has_dead_rows,
     )
 
 

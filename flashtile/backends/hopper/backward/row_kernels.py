@@ -16,6 +16,7 @@ from ..shared.schedule import NUMBERS
 from .dq import PIECE
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SINK_ERROR = tl.constexpr(2.0**-21)
 
 
 # Strides of tensors of head rows. Rows of 8 columns start at multiples of 16 bytes, which hints say
@@ -32,13 +33,13 @@ def delta_kernel(
     out_ptr, dout_ptr, o_batch, o_row, o_head, do_batch, do_row, do_head, lse_ptr, dlse_ptr,
     lse_log2_ptr, minus_delta_ptr, workspace_ptr, semaphores_ptr, dq_ptr, dk_ptr, dv_ptr, order,
     entries, together, at, B, M, N, total_q, total_k, heads, group, blocks, keep,
-    cfg: tl.constexpr,
+    sink_ptr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of rows of one head, and clear its part of the workspace.
     `entries` and `together` are for `list_tiles`.
 
     `lse_log2` (heads, blocks, BLOCK_M) is +inf for a row that saw no key or does not exist, which
-    makes its P zero; its `minus_delta` is 0.
+    makes its P zero; its `minus_delta` is 0 or, with a sink, the gradient of its log-sum-exp.
 
     Dropout keeps a probability with probability `keep` and divides it by that. This kernel adds
     log(keep) to the log-sum-exp, which divides every P, and multiplies delta by `keep`, so that dS
@@ -91,7 +92,10 @@ def delta_kernel(
             do_ptrs = tl.multiple_of(do_ptrs, [1, 16])
         o = tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
         do = tl.load(do_ptrs, mask=inside, other=0.0).to(tl.float32)
-        minus_delta = -tl.sum(o * do, 1)
+        product = o * do
+        if cfg.HAS_DEAD_ROWS:  # a row without a key has an output of 0
+            product = tl.where(o == 0.0, 0.0, product)
+        minus_delta = -tl.sum(product, 1)
         if at.cu_seqlens_q is None:
             source = (b * heads + h).to(tl.int64) * M + rows
         else:
@@ -100,13 +104,18 @@ def delta_kernel(
         if dlse_ptr is not None:
             minus_delta += tl.load(dlse_ptr + source, mask=real, other=0.0)
         dead = lse == -float("inf")
+        minus_delta = tl.where(dead, 0.0, minus_delta)
+        if sink_ptr is not None:  # it is the log-sum-exp of a row without a key, but for rounding
+            sink = tl.load(sink_ptr + h).to(tl.float32)
+            is_sink = tl.abs(lse - sink) <= tl.abs(sink) * SINK_ERROR
+            dead = dead | (is_sink & (tl.sum(tl.abs(o), 1) == 0.0))
         lse_log2 = lse * LOG2E
         if cfg.HAS_DROPOUT:
             lse_log2 += tl.log2(keep)
-            minus_delta *= keep
+            minus_delta = tl.where(dead, minus_delta, minus_delta * keep)
         target = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(lse_log2_ptr + target, tl.where(dead, float("inf"), lse_log2))
-        tl.store(minus_delta_ptr + target, tl.where(dead, 0.0, minus_delta))
+        tl.store(minus_delta_ptr + target, minus_delta)
         for piece in tl.static_range((SIZE + PIECE - 1) // PIECE):
             offsets = piece * PIECE + tl.arange(0, PIECE)
             tl.store(workspace_ptr + block * SIZE + offsets, 0.0, mask=offsets < SIZE)

@@ -20,7 +20,8 @@ from triton.experimental.gluon import language as gl
 from ..shared.division import divide, reciprocal, restored, unspecialized
 from ..shared.intrinsics import aggregate, opaque_zero
 from ..shared.positions import key_positions, queries_before, queries_between
-from ..shared.schedule import floor_to, sequence, swizzled_order
+from ..shared.schedule import first_seen_key, floor_to, marks_of, sequence, swizzled_order
+from ..shared.unseen import Kept, kind_of_keys
 
 
 @gluon.constexpr_function
@@ -396,6 +397,37 @@ def seeing_rows(key, b, rows, shift, mask, cfg: gl.constexpr):
         start = gl.maximum(start, first)
         stop = gl.minimum(stop, last)
     return start, stop
+
+
+@gluon.jit
+def first_seeing_row(work, mask, cfg: gl.constexpr):
+    """The number of rows of the sequence before those that see some key by the mask rules."""
+    start, _ = seeing_rows(work.n * 0, work.b, work.M, work.N - work.M, mask, cfg)
+    return start
+
+
+@gluon.jit
+def kept_keys(work, sizes, mask, cfg: gl.constexpr):
+    """Which keys of the tile are kept: those that some query sees, in the sequence."""
+    first, by, stop = work.n0, work.n0, work.n * 0 + cfg.BLOCK_N
+    if cfg.IS_PACKED:
+        stop = work.N - work.n0
+    if kind_of_keys(cfg) == "marks":
+        by = marks_of(work.b, work.kv_head * sizes.group, sizes, mask) + work.n0
+    elif kind_of_keys(cfg) == "range":
+        first = first_seen_key(work.b, work.M, work.N, mask, cfg) - work.n0
+    return Kept(first, stop, by)
+
+
+@gluon.jit
+def kept_rows(m, dead, lse, work, cfg: gl.constexpr):
+    """Which rows of block `m` are kept: those that see some key, in the sequence. `dead` is
+    `first_seeing_row`, `lse` the statistics of the block.
+    """
+    stop = m * 0 + cfg.BLOCK_M
+    if cfg.IS_PACKED:
+        stop = work.M - m * cfg.BLOCK_M
+    return Kept(dead - m * cfg.BLOCK_M, stop, lse)
 
 
 @gluon.jit

@@ -1,8 +1,9 @@
 """Masks as spans: the kernels that list the blocks of queries that each tile of keys visits, before
 the backward.
 
-The first kernel reads the intervals of each block of queries and stores their extremes, the second
-one makes the lists from the extremes. In the forward one kernel does both (`shared/span_lists.py`).
+After the kernel that marks the keys that no query sees, one kernel reads the intervals of each
+block of queries and stores their extremes, and the next makes the lists from the extremes. In the
+forward one kernel does both (`shared/span_lists.py`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from ..shared.span_lists import (
     Rules,
     SpanData,
     SpanLists,
+    marks,
     masks_of,
     steps_of,
     store_intervals,
     strides,
+    unseen_keys_launch,
 )
 
 
 class SpanBuffers(NamedTuple):
-    """What the two kernels write, all of it int32; `batch` and `heads` as in `SpanLists`."""
+    """What these kernels write, all of it int32; `batch` and `heads` as in `SpanLists`."""
 
     counts: Tensor  # (batch, heads, tiles of keys, 2): full blocks of queries, and blocks in all
     entries: Tensor  # (batch, heads, tiles of keys, blocks): blocks of queries
     intervals: Tensor  # (batch, heads, blocks, R, 2, BLOCK_M): visible keys [start, stop)
+    unseen: Tensor  # see `SpanLists`
     extremes: Tensor  # (batch, heads, blocks, R, 4): see `store_intervals`
 
 
@@ -46,20 +50,22 @@ def span_buffers(
     """The shapes of the fields of `SpanBuffers`, by their names in `Buffers`."""
     masks, R = masks_of(problem, operands), problem.spans
     tiles, blocks = -(-problem.N // BLOCK_N), -(-problem.M // BLOCK_M)
-    shapes = (tiles, 2), (tiles, blocks), (blocks, R, 2, BLOCK_M), (blocks, R, 4)
+    of_lists = (tiles, 2), (tiles, blocks), (blocks, R, 2, BLOCK_M)
+    shapes = *of_lists, (marks(problem),), (blocks, R, 4)
     names = (f"span_{name}" for name in SpanBuffers._fields)
     return {name: (*masks, *x) for name, x in zip(names, shapes, strict=True)}
 
 
 def lists_of_buffers(problem: AttentionProblem, operands: Operands, made: SpanBuffers) -> SpanLists:
     """The lists as the backward kernel takes them."""
-    return SpanLists(*made[:3], *steps_of(problem, operands))
+    return SpanLists(*made[:4], *steps_of(problem, operands))
 
 
 def span_launches(
-    problem: AttentionProblem, operands: Operands, made: SpanBuffers, config: Any
+    problem: AttentionProblem, operands: Operands, made: SpanBuffers, common: dict[str, Any]
 ) -> list[Launch]:
-    """The launches that write the lists."""
+    """The launches that write the lists; `common` are arguments of all kernels."""
+    config = common["cfg"]
     options = problem.options
     batch, heads, tiles, blocks = made.entries.shape
     arguments = {
@@ -78,6 +84,7 @@ def span_launches(
     of_lists = {"made": made, "M": problem.M, "cfg": config}
     masks = batch * heads
     return [
+        unseen_keys_launch(problem, operands, made.unseen, common),
         Launch(span_rows_kernel, (masks, blocks), arguments),
         Launch(query_lists_kernel, (masks, tiles), of_lists, is_early=True),
     ]
@@ -101,7 +108,7 @@ def span_rows_kernel(
     number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + block
     spans = SpanData(
         starts_ptr, starts_batch, starts_head, starts_row, starts_interval,
-        stops_ptr, stops_batch, stops_head, stops_row, stops_interval,
+        stops_ptr, stops_batch, stops_head, stops_row, stops_interval, None, 0, 0,
     )  # fmt: skip
     to = made.intervals + number * (SPANS * 2 * BLOCK_M)
     rules = Rules(left, right, chunk)

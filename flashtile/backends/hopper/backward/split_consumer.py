@@ -41,7 +41,8 @@ from ..shared.intrinsics import (
     sync_warps,
 )
 from ..shared.softmax import alibi_slope
-from .consumer import acquire_if, add_product, clear_past_end, keys_of, store_rows
+from ..shared.unseen import clear_numbers, has_cleared, kind_of_keys, kind_of_rows
+from .consumer import acquire_if, add_product, clear_tile, keys_of, store_rows
 from .dq import KEY_COLUMNS, emit_pieces, first_of_last, last_columns, value_puts
 from .part_sums import store_part
 from .products import (
@@ -59,7 +60,16 @@ from .products import (
     statistic,
     whole_tile,
 )
-from .schedule import block_at, key_work, listed_blocks, own_blocks, own_heads
+from .schedule import (
+    block_at,
+    first_seeing_row,
+    kept_keys,
+    kept_rows,
+    key_work,
+    listed_blocks,
+    own_blocks,
+    own_heads,
+)
 
 # Indices of the consumers: of their hardware barriers.
 VALUES = gl.constexpr(0)
@@ -133,8 +143,9 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
 def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     """The loop over this program's query blocks that see the tile, head by head; returns dV."""
     channels.k.acquire(0)
-    if cfg.IS_PACKED:
-        clear_rows(VALUES, channels.k, 0, work.N - work.n0, cfg)
+    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+        kept = kept_keys(work, sizes, mask, cfg)
+        clear_slot(VALUES, channels.k, 0, kept, kind_of_keys(cfg), None, cfg)
     dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
     total = work.stop_step - work.first_step
     gl.assume(total > 0)
@@ -205,6 +216,9 @@ def value_step(
     dq = issue_dq(LAST, last_columns(cfg), all_keys, channels, cfg)  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
     row = m * cfg.BLOCK_M
+    if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):  # before Q and its lse are released
+        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+        clear_slot(VALUES, channels.dout, i, rows, kind_of_rows(cfg), None, cfg)
     kept = kept_by_dropout(0, m, draws, work, cfg)
     p, factor = probabilities(
         s, lse, keys, bits, kept, row, slope, score.scale, score.softcap, IS_MASKED, cfg
@@ -220,8 +234,6 @@ def value_step(
     arrive_alone(channels.p.full.index(0))
     arrive_alone(channels.q.empty.index(i % cfg.Q_STAGES))  # S^T and all exponentials are done
     channels.dout.acquire(i)
-    if IS_MASKED and cfg.IS_PACKED:
-        clear_rows(VALUES, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
     dv, tail = add_product(p, channels.dout, i, dv, tail, cfg)
     # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
@@ -274,10 +286,14 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
     """
     channels.k.acquire(0)
     channels.v.acquire(0)
-    if cfg.IS_PACKED:
-        clear_rows(KEYS, channels.v, 0, work.N - work.n0, cfg)
+    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+        kept = kept_keys(work, sizes, mask, cfg)
+        clear_slot(KEYS, channels.v, 0, kept, kind_of_keys(cfg), None, cfg)
     dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
     v = own_rows(0, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
+    dead = work.M  # with lists, any row may see no key
+    if cfg.HAS_DEAD_ROWS and not cfg.HAS_LISTS:
+        dead = first_seeing_row(work, mask, cfg)
     i = 0
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
@@ -287,31 +303,47 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
         m = end - 1
         if cfg.IS_PACKED:  # the sequence may end in this block
             dk, tail = key_step(
-                dk, tail, i, m, base, listed, v, outputs, channels, work, True, cfg
+                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
             )  # fmt: skip
             i += 1
             m -= 1
-        for _ in range(begin, m + 1):
+        full_begin = begin  # the blocks before it may have rows that see no key
+        if cfg.HAS_DEAD_ROWS:
+            full_begin = gl.minimum(gl.maximum(gl.cdiv(dead, cfg.BLOCK_M), begin), m + 1)
+        for _ in range(full_begin, m + 1):
             dk, tail = key_step(
-                dk, tail, i, m, base, listed, v, outputs, channels, work, False, cfg
+                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, False, cfg
             )  # fmt: skip
             i += 1
             m -= 1
+        if cfg.HAS_DEAD_ROWS:
+            for _ in range(begin, full_begin):
+                dk, tail = key_step(
+                    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
+                )  # fmt: skip
+                i += 1
+                m -= 1
     return dk, tail
 
 
 @gluon.jit
 def key_step(
-    dk, tail, i, m, base, listed, v, outputs, channels, work, IS_LAST: gl.constexpr,
+    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, HAS_CLEARED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
     dtype: gl.constexpr = channels.q.tiles.dtype
+    KIND: gl.constexpr = kind_of_rows(cfg)
     zero = opaque_zero(i)
     m = block_at(m, listed.entries, cfg)
     channels.dout.acquire(i)
-    if IS_LAST:
-        clear_rows(KEYS, channels.dout, i, work.M - m * cfg.BLOCK_M, cfg)
+    if HAS_CLEARED:
+        if cfg.HAS_DEAD_ROWS and cfg.HAS_LISTS:  # the log-sum-exp comes with Q
+            channels.q.acquire(i)
+        rows = kept_rows(m, dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+        # With a sink, delta has the gradient of the log-sum-exp.
+        delta = channels.delta.index(i % cfg.DO_STAGES)
+        clear_slot(KEYS, channels.dout, i, rows, KIND, delta, cfg)
     if not cfg.HAS_V_IN_REGISTERS:
         v = own_rows(0, channels.v, zero, False, cfg)
     minus_delta = statistic(channels.delta, i, cfg)
@@ -327,8 +359,8 @@ def key_step(
     sync_warps()
     arrive_alone(channels.ds.full.index(0))
     channels.q.acquire(i)
-    if IS_LAST:
-        clear_rows(KEYS, channels.q, i, work.M - m * cfg.BLOCK_M, cfg)
+    if HAS_CLEARED:
+        clear_slot(KEYS, channels.q, i, rows, KIND, None, cfg)
     dk, tail = add_product(ds, channels.q, i, dk, tail, cfg)
     dq = issue_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
     dk, tail = wait_for_sum(1, dk, tail, cfg.TAIL_D)
@@ -354,21 +386,25 @@ def issue_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels, cfg: gl.co
     return warpgroup_mma(ds, columns, empty_accumulator(COLUMNS), use_acc=False, is_async=True)
 
 
-# Rows past the end of a packed sequence
+# Keys that no query sees, queries that see no key, and rows past the end of a packed sequence
 
 
 @gluon.jit
-def clear_rows(ME: gl.constexpr, channel, i, count, cfg: gl.constexpr):
-    """Zero the rows of slot `i`, which is full, from row `count`: they belong to another sequence
-    or to none, and their weight is zero, but zero times infinity is NaN.
+def clear_slot(
+    ME: gl.constexpr, channel, i, kept, KIND: gl.constexpr, statistics, cfg: gl.constexpr
+):
+    """Zero the rows of slot `i` that are not kept, see `unseen.py`, and their `statistics`, if any.
 
     Both consumers clear dO, with the same values. The value consumer also clears K, the key
-    consumer V and Q. S^T is masked past the end, so the value consumer may read Q before or after.
+    consumer V and Q. S^T is masked there, so the value consumer may read Q before or after.
     """
-    if count < CONSUMER_ROWS:
-        clear_past_end(rows_tile(channel, i, cfg), count)
+    if has_cleared(kept, KIND, CONSUMER_ROWS):
+        channel.acquire(i)
+        clear_tile(rows_tile(channel, i, cfg), kept, KIND, 0)
         if channel.TAIL > 0:
-            clear_past_end(rows_tail(channel, i, cfg), count)
+            clear_tile(rows_tail(channel, i, cfg), kept, KIND, 0)
+        if statistics is not None:
+            clear_numbers(statistics, kept, KIND, CONSUMER_ROWS)
         show_written(FIRST_BARRIER + 1 + ME)
 
 

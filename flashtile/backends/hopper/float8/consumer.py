@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..forward.consumer import attend_tiles, issue_scores
+from ..forward.consumer import attend_tiles, issue_scores, kept_values
 from ..forward.results import normalisation
 from ..shared.channels import await_ping_pong, pass_ping_pong
 from ..shared.intrinsics import (
@@ -37,6 +37,7 @@ from ..shared.softmax import (
     rescaled_where_needed,
     scores_log2,
 )
+from ..shared.unseen import has_cleared, is_kept, kind_of_keys
 from .softmax import (
     SLACK_LOG2,
     WEIGHT_LOG2,
@@ -110,9 +111,10 @@ class Float8Math:
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
-        if cfg.IS_RAGGED:
+        values = kept_values(n0, work.N - n0, rows, cfg)
+        if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
             channels.v.acquire(i)
-            clear_past_end(ME, channels.v.tile(i), work.N - n0, cfg)
+            clear_values(ME, values, i, channels, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         s, factor = self.scores(s, rows, k_unit, score, cfg)
@@ -168,6 +170,9 @@ class Float8Math:
         if cfg.HAS_BLOCK_SCALES:
             rescale = rescale * ratio(now.v_unit, v_unit)
         p = packed_weights(p, cfg.BLOCK_DV)
+        if IS_MASKED and cfg.HAS_HIDDEN_KEYS:
+            n0 = block * cfg.BLOCK_N
+            clear_values(ME, kept_values(n0, n0 * 0 + cfg.BLOCK_N, rows, cfg), i, channels, cfg)
         o = rescaled_where_needed(o, rescale)
         return Progress(i, block, p, o, row_max, row_sum, v_unit)
 
@@ -247,21 +252,19 @@ def bytes_of_values(warps):
 
 
 @gluon.jit
-def clear_past_end(ME: gl.constexpr, v, count, cfg: gl.constexpr):
-    """Zero the keys of a block of V from key `count`, which belong to another sequence or to none.
-
-    Their weight is zero, but memory may contain NaN. All consumers write the same values, so they
-    need not wait for each other.
-    """
+def clear_values(ME: gl.constexpr, kept, i, channels, cfg: gl.constexpr):
+    """Zero the keys of block `i` of V that are not `kept`, if there are any: see `unseen.py`."""
     STEP: gl.constexpr = 32
     DIMS: gl.constexpr = cfg.BLOCK_DV
     LAYOUT: gl.constexpr = bytes_of_values(CONSUMER_WARPS)
-    v = v.reshape([DIMS, cfg.BLOCK_N])
-    if count < cfg.BLOCK_N:
-        key = gl.arange(0, cfg.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    KIND: gl.constexpr = kind_of_keys(cfg)
+    if has_cleared(kept, KIND, cfg.BLOCK_N):
+        channels.v.acquire(i)
+        v = channels.v.tile(i).reshape([DIMS, cfg.BLOCK_N])
+        keep = is_kept(gl.arange(0, cfg.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)), kept, KIND)
         for first in gl.static_range(0, DIMS, STEP):
             part = v.slice(first, STEP)
             x = part.load(LAYOUT).to(gl.int8, bitcast=True)
-            x = gl.where((key < count)[None, :], x, gl.zeros_like(x))
+            x = gl.where(keep[None, :], x, gl.zeros_like(x))
             part.store(x.to(v.dtype, bitcast=True))
         show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)

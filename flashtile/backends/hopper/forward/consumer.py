@@ -31,8 +31,10 @@ from ..shared.schedule import (
     blocks_after,
     blocks_before,
     first_entry,
+    first_seen_key,
     key_of_block,
     list_of,
+    marks_of,
     own_blocks,
     read_work,
     seen_by,
@@ -56,6 +58,7 @@ from ..shared.softmax import (
     rescaled_where_needed,
     scores_log2,
 )
+from ..shared.unseen import Kept, clear_rows, has_cleared, kind_of_keys
 from .results import normalisation, store_lse, store_output
 
 
@@ -73,10 +76,11 @@ class Rows:
     first: gl.tensor  # the first of them
     first_key: gl.tensor  # of the tile
     draws: Draws
+    unseen: gl.tensor  # the number of first keys that no query sees, or a pointer to marks of them
 
     @gluon.constexpr_function
     def __init__(
-        self, number, start, stop, shift, slope, entries, masks, first, first_key, draws
+        self, number, start, stop, shift, slope, entries, masks, first, first_key, draws, unseen
     ):  # fmt: skip
         self.number = number
         self.start = start
@@ -88,6 +92,7 @@ class Rows:
         self.first = first
         self.first_key = first_key
         self.draws = draws
+        self.unseen = unseen
 
 
 @aggregate
@@ -265,8 +270,13 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     slope = alibi_slope(work.b, work.h, score, cfg)
     draws = draws_of(work.b, work.h, score.dropout, cfg)
     first = work.m0 + ME * CONSUMER_ROWS
+    unseen = shift
+    if kind_of_keys(cfg) == "marks":
+        unseen = marks_of(work.b, work.h, sizes, mask) + work.first_key
+    elif kind_of_keys(cfg) == "range":
+        unseen = first_seen_key(work.b, work.M, work.N, mask, cfg)
     return Rows(
-        number, start, stop, shift, slope, entries, masks, first, work.first_key, draws
+        number, start, stop, shift, slope, entries, masks, first, work.first_key, draws, unseen
     )  # fmt: skip
 
 
@@ -338,12 +348,11 @@ class Math16:
         channels.k.acquire(i)
         s = issue_scores(q, q_tail, i, channels, cfg)
         kept = kept_scores(n0, rows, cfg)
-        if cfg.IS_RAGGED:
+        values = kept_values(n0, work.N - work.first_key - n0, rows, cfg)
+        KIND: gl.constexpr = kind_of_keys(cfg)
+        if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
             channels.v.acquire(i)
-            remaining = work.N - work.first_key - n0
-            clear_past_end(ME, channels.v.tile(i), remaining, cfg.BLOCK_DV, cfg)
-            if cfg.TAIL_DV > 0:
-                clear_past_end(ME, channels.v.tail(i), remaining, cfg.TAIL_DV, cfg)
+            clear_values(ME, has_cleared(values, KIND, cfg.BLOCK_N), values, i, channels, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         IS_MASKED: gl.constexpr = cfg.HAS_RIGHT or cfg.HAS_LISTS or has_starts(cfg)
@@ -378,6 +387,9 @@ class Math16:
         i, block = now.i + 1, now.block + (1 if cfg.IS_ASCENDING else -1)
         # Loaded before the product, which hides the latency.
         n0, own = key_of_block(block, rows, cfg), own_mask(block, rows, cfg)
+        if IS_MASKED and cfg.HAS_HIDDEN_KEYS:
+            values = kept_values(n0, n0 * 0 + cfg.BLOCK_N, rows, cfg)
+            is_cleared = has_cleared(values, kind_of_keys(cfg), cfg.BLOCK_N)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
         s = issue_scores(q, q_tail, i, channels, cfg)
@@ -405,6 +417,8 @@ class Math16:
             o, o_tail = finished_output(o, o_tail, cfg)
             channels.v.release_operand(now.i)
         p = paired(p, channels.v.tiles.dtype)
+        if IS_MASKED and cfg.HAS_HIDDEN_KEYS:  # here, because the scores need no registers now
+            clear_values(ME, is_cleared, values, i, channels, cfg)
         return Progress(i, block, p, o, o_tail, rescale, row_max, row_sum)
 
     @gluon.jit
@@ -441,20 +455,28 @@ def math16(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
 
 
 @gluon.jit
-def clear_past_end(ME: gl.constexpr, v, count, COLUMNS: gl.constexpr, cfg: gl.constexpr):
-    """Zero the rows of a block of V from row `count`, which belong to another sequence or to none.
-
-    Their weight is zero, but zero times infinity is NaN. All consumers write the same values, so
-    they need not wait for each other.
+def kept_values(n0, stop, rows, cfg: gl.constexpr):
+    """Which values of the block from key `n0` are kept: those of keys that some query sees, before
+    key `stop` of the block.
     """
+    first, by = n0, n0
+    if kind_of_keys(cfg) == "marks":
+        by = rows.unseen + n0
+    elif kind_of_keys(cfg) == "range":
+        first = rows.unseen - n0
+    return Kept(first, stop, by)
+
+
+@gluon.jit
+def clear_values(ME: gl.constexpr, is_cleared, kept, i, channels, cfg: gl.constexpr):
+    """Zero the rows of block `i` of V that are not `kept`, if there are any."""
     STEP: gl.constexpr = 32
-    BLOCK: gl.constexpr = cfg.BLOCK_N
-    LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
-    v = v.reshape([BLOCK, COLUMNS])
-    if count < BLOCK:
-        row = gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
-        for first in gl.static_range(0, BLOCK, STEP):
-            part = v.slice(first, STEP)
-            x = part.load(LAYOUT)
-            part.store(gl.where((row + first < count)[:, None], x, gl.zeros_like(x)))
+    KIND: gl.constexpr = kind_of_keys(cfg)
+    if is_cleared:
+        channels.v.acquire(i)
+        v = channels.v.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
+        clear_rows(v, kept, KIND, 0, STEP, rows_of_heads(cfg.BLOCK_DV, CONSUMER_WARPS))
+        if cfg.TAIL_DV > 0:
+            v = channels.v.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_DV])
+            clear_rows(v, kept, KIND, 0, STEP, rows_of_heads(cfg.TAIL_DV, CONSUMER_WARPS))
         show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)

@@ -23,7 +23,13 @@ from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
 from ..shared.packing_order import PARTS, most_tiles
 from ..shared.softmax import Pointers
-from ..shared.span_lists import span_lists_launch, span_tensors, spans_of, steps_of
+from ..shared.span_lists import (
+    span_lists_launch,
+    span_tensors,
+    spans_of,
+    steps_of,
+    unseen_keys_launch,
+)
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 from .tile_list import tile_list_kernel
@@ -94,7 +100,7 @@ def run_forward(
     kind: Any = config
     if lists is not None:
         kind = config, lists.steps
-    elif config.SPANS > 0:
+    elif problem.spans > 0:
         kind = config, steps_of(problem, operands)
     made = allocate_and_run_all(name, problem, given, allocators, describe, lambda: kind)
     return into or (made[0], made[1])
@@ -215,8 +221,11 @@ def with_lists(
     launch: Launch,
     fills: bool = True,
 ) -> list[Launch]:
-    """`with_list`, and the launch that lists the blocks of spans."""
+    """`with_list`, and the launches that mark the keys that no span contains and list blocks."""
     found = with_list(problem, config, launch, fills)
+    if problem.spans > 0:
+        unseen = launch.arguments["blocks"].unseen
+        found.insert(-1, unseen_keys_launch(problem, operands, unseen, launch.arguments))
     if config.SPANS > 0:
         found.insert(-1, span_lists_launch(problem, operands, launch.arguments))
         found[-1] = launch._replace(is_early=True)

@@ -204,7 +204,7 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
     tensors.
 
     Softcap and ALiBi need more registers than the tile of long problems leaves. A sequence
-    that ends inside a block needs its last block first, for `clear_past_end`.
+    that ends inside a block needs its last block first, where it is cleared.
     """
     options = problem.options
     causal = options.window_right == 0 and options.window_left is None
@@ -251,6 +251,7 @@ class KernelConfig:
     IS_ASCENDING: bool  # the KV loop visits the first block of keys first, not the last one
     RUNS: int  # of positions of each sequence, see `positions.py`; 0: tensors hold whole sequences
     IS_PARTIAL: bool  # the output is a part of a sum and stays float32
+    HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything, see `unseen.py`
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -404,6 +405,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         IS_ASCENDING=tile.ascends,
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
+        HAS_HIDDEN_KEYS=problem.has_hidden_keys,
     )
 
 

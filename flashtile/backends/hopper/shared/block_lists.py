@@ -18,6 +18,9 @@ from torch import Tensor
 from ....lru import Memo
 from ....masks import FULL, PARTIAL
 from ....problem import AttentionProblem, Operands
+from .unseen import SPARE_MARKS
+
+MOST_ELEMENTS = 2**26  # of a mask, looked at together
 
 # Tiles of bits that every list may use: all keys visible, and none. The mask's own tiles follow.
 ALL, NONE, OWN = 0, 1, 2
@@ -38,6 +41,7 @@ class BlockLists(NamedTuple):
     # int32 (tiles of bits, BLOCK_M, BLOCK_N / 32): visible keys, a bit for each; for tiles of keys
     # (tiles of bits, BLOCK_N, BLOCK_M / 32): visible queries
     bits: Tensor
+    unseen: Tensor  # int32 (batch, heads, N + `SPARE_MARKS`): 1 for keys that no query sees
     batch_step: int  # masks from one sequence to the next, and from one head to the next
     head_step: int
 
@@ -47,14 +51,13 @@ class BlockLists(NamedTuple):
         return self.batch_step, self.head_step
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, which a repeated launch replaces."""
-        return self.order, self.counts, self.entries, self.bits
+        return self[:5]
 
     def with_tensors(self, *tensors: Tensor) -> BlockLists:
         """The same lists in other tensors."""
-        order, counts, entries, bits = tensors
-        return self._replace(order=order, counts=counts, entries=entries, bits=bits)
+        return BlockLists(*tensors, *self.steps)
 
 
 def lists_by_queries(
@@ -77,9 +80,11 @@ def lists_by_queries(
         order = total.argsort(stable=True, dim=-1, descending=True)
         counts = torch.stack((full.sum(-1), total.clamp(min=1)), -1)
         partial = mask_tensors(operands)[2]
-        return as_lists(order, counts, entries, as_bits(partial, BLOCK_M, BLOCK_N))
+        bits_of_mask = as_bits(partial, BLOCK_M, BLOCK_N)
+        return as_lists(order, counts, entries, bits_of_mask, unseen_keys(problem, operands))
 
-    return kept(("queries", *facts_of(problem, BLOCK_M, BLOCK_N)), operands, make)
+    key = "queries", problem.group, *facts_of(problem, BLOCK_M, BLOCK_N)
+    return kept(key, operands, make)
 
 
 def lists_by_keys(
@@ -127,7 +132,8 @@ def lists_by_keys(
         order = order_of_programs(order, steps.take_along_dim(order, -1), B, Hk, swizzle)
         counts = torch.stack((full.sum(-1), total), -1)
         partial = mask_tensors(operands)[2]
-        return as_lists(order, counts, entries, as_bits(partial, BLOCK_M, BLOCK_N, by_keys=True))
+        bits_of_mask = as_bits(partial, BLOCK_M, BLOCK_N, by_keys=True)
+        return as_lists(order, counts, entries, bits_of_mask, unseen_keys(problem, operands))
 
     key = "keys", B, Hk, group, swizzle, is_ordered, *facts_of(problem, BLOCK_M, BLOCK_N)
     return kept(key, operands, make)
@@ -154,7 +160,9 @@ def order_of_programs(
     return found[sort_key.argsort(stable=True)]
 
 
-def as_lists(order: Tensor, counts: Tensor, entries: Tensor, bits: Tensor) -> BlockLists:
+def as_lists(
+    order: Tensor, counts: Tensor, entries: Tensor, bits: Tensor, unseen: Tensor
+) -> BlockLists:
     """The lists from tensors of any integers."""
     batch, heads = counts.shape[:2]
     return BlockLists(
@@ -162,6 +170,7 @@ def as_lists(order: Tensor, counts: Tensor, entries: Tensor, bits: Tensor) -> Bl
         counts.to(torch.int32),
         entries.to(torch.int32).contiguous(),
         bits,
+        unseen,
         heads if batch > 1 else 0,
         1 if heads > 1 else 0,
     )
@@ -249,6 +258,36 @@ def cut_mask(problem: AttentionProblem, operands: Operands, BLOCK_M: int, BLOCK_
     own_bits = OWN + (index * down + m % down) * across + n % across
     bits = torch.where(kinds == PARTIAL, own_bits, ALL)
     return Blocks(visited, visited & whole & (kinds == FULL), bits)
+
+
+def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
+    """The marks of keys that no query of a group of heads sees: `BlockLists.unseen`."""
+    kinds, index, partial = mask_tensors(operands)
+    batch, heads, tiles, columns = kinds.shape
+    rows, keys = partial.shape[1:]
+    N = columns * keys
+    seen = kinds.new_zeros((batch, heads, N), dtype=torch.bool)
+    n = torch.arange(N, device=kinds.device)
+    # Some tiles of queries at a time, because each element of the mask takes a byte here.
+    at_once = max(MOST_ELEMENTS // (batch * heads * rows * N), 1)
+    for first in range(0, tiles, at_once):
+        chosen = slice(first, min(first + at_once, tiles))
+        row = torch.arange(chosen.start * rows, chosen.stop * rows, device=kinds.device)[:, None]
+        start, stop = key_ranges(problem, row)
+        # (tiles, columns, rows, keys)
+        by_rules = (n >= start) & (n < stop) & (row < problem.M)
+        by_rules = by_rules.unflatten(1, (columns, keys)).unflatten(0, (-1, rows)).transpose(1, 2)
+        # (batch, heads, tiles, columns, rows, keys)
+        kind = kinds[:, :, chosen, :, None, None]
+        found = kind == FULL
+        if len(partial):
+            elements = partial[index[:, :, chosen].long().clamp(min=0)]
+            found = found | ((kind == PARTIAL) & elements)
+        found = found & by_rules
+        seen |= found.any(4).any(2).flatten(2)
+    if heads > 1:
+        seen = seen.unflatten(1, (-1, problem.group)).any(2).repeat_interleave(problem.group, 1)
+    return torch.nn.functional.pad((~seen[..., : problem.N]).int(), (0, SPARE_MARKS.value))
 
 
 def by_rules(

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from .channels import number_of, put
 from .intrinsics import CONSUMER_ROWS, CONSUMER_WARPS, aggregate
 from .positions import keys_before, query_positions
+from .unseen import SPARE_MARKS
 
 WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
 
@@ -146,6 +147,23 @@ def visible_keys(p, b, N, mask, cfg: gl.constexpr):
         start = gl.maximum(start, keys_before(chunk, b, N, mask, cfg))
         stop = gl.minimum(stop, keys_before(chunk + mask.chunk, b, N, mask, cfg))
     return start, stop
+
+
+@gluon.jit
+def first_seen_key(b, M, N, mask, cfg: gl.constexpr):
+    """The number of keys of sequence `b` that come before those that some query sees by the mask
+    rules.
+    """
+    zero = M * 0
+    start, _ = visible_keys(query_positions(zero, N - M, b, mask, cfg), b, N, mask, cfg)
+    return start
+
+
+@gluon.jit
+def marks_of(b, h, sizes, mask):
+    """The pointer to the marks of the keys of a head that no query sees: see `unseen.py`."""
+    number = b * mask.blocks.batch_step + h * mask.blocks.head_step
+    return mask.blocks.unseen + number.to(gl.int64) * (sizes.N + SPARE_MARKS)
 
 
 # Masks as spans with one interval for each row, in a dense batch (cfg.HAS_SPAN): they act like a

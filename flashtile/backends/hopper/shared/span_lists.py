@@ -22,9 +22,11 @@ from torch import Tensor
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ....gpu.launch import Launch
 from ....gpu.memory import NewTensor, uninitialised
+from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from .packing_order import Side, rows_of
 from .schedule import NUMBERS
+from .unseen import SPARE_MARKS
 
 CHUNK = tl.constexpr(128)  # blocks of keys that are classified at once
 
@@ -43,6 +45,7 @@ class SpanLists(NamedTuple):
     entries: Tensor  # int32 (batch, heads, tiles, blocks): first key of a block
     # int32 (batch, heads, tiles, R, 2, BLOCK_M): visible keys [start, stop) of each row
     intervals: Tensor
+    unseen: Tensor  # int32 (batch, heads, N + `SPARE_MARKS`): 1 for keys that no query sees
     batch_step: int  # masks from one sequence to the next, and from one head to the next
     head_step: int
 
@@ -64,12 +67,24 @@ def masks_of(problem: AttentionProblem, operands: Operands) -> tuple[int, int]:
 
 
 def span_tensors(problem: AttentionProblem, operands: Operands, config: Any) -> list[NewTensor]:
-    """What allocates the tensors of `SpanLists`; nothing if the forward has no lists of spans."""
-    if config.SPANS == 0:
+    """What allocates the tensors of `SpanLists`, or only the marks of unseen keys if the forward
+    has no lists of spans.
+    """
+    if problem.spans == 0:
         return []
-    lists = *masks_of(problem, operands), -(-problem.M // config.BLOCK_M)
+    masks, device = masks_of(problem, operands), operands.q.device
+    unseen = uninitialised((*masks, marks(problem)), torch.int32, device)
+    if config.SPANS == 0:
+        return [unseen]
+    lists = *masks, -(-problem.M // config.BLOCK_M)
     last_sizes = (2,), (-(-problem.N // config.BLOCK_N),), (config.SPANS, 2, config.BLOCK_M)
-    return [uninitialised((*lists, *x), torch.int32, operands.q.device) for x in last_sizes]
+    of_lists = [uninitialised((*lists, *x), torch.int32, device) for x in last_sizes]
+    return [*of_lists, unseen]
+
+
+def marks(problem: AttentionProblem) -> int:
+    """The marks of one mask's keys: see `unseen.py`."""
+    return problem.N + SPARE_MARKS.value
 
 
 def span_lists_launch(
@@ -109,12 +124,14 @@ def strides(operands: Operands) -> dict[str, int]:
 def spans_of(
     problem: AttentionProblem, operands: Operands, made: Sequence[Tensor]
 ) -> SpanLists | SpanData:
-    """What the forward reads of a call's spans: the lists in the tensors `made` if there are any,
-    or else the intervals.
+    """What the forward reads of a call's spans, with the tensors `made` of `span_tensors`: the
+    lists if there are any, or else the intervals.
     """
-    if made:
-        return SpanLists._make((*made, *steps_of(problem, operands)))
-    return SpanData(starts=operands.span_starts, stops=operands.span_stops, **strides(operands))
+    steps = steps_of(problem, operands)
+    if len(made) > 1:
+        return SpanLists._make((*made, *steps))
+    tensors = {"starts": operands.span_starts, "stops": operands.span_stops, "unseen": made[0]}
+    return SpanData(**tensors, **strides(operands), batch_step=steps[0], head_step=steps[1])
 
 
 class SpanData(NamedTuple):
@@ -130,6 +147,9 @@ class SpanData(NamedTuple):
     stops_head: Any
     stops_row: Any
     stops_interval: Any
+    unseen: Any  # as in `SpanLists`, as are the next two; nothing where lists are made
+    batch_step: Any
+    head_step: Any
 
 
 class Rules(NamedTuple):
@@ -162,7 +182,7 @@ def span_lists_kernel(
     number = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tile
     spans = SpanData(
         starts_ptr, starts_batch, starts_head, starts_row, starts_interval,
-        stops_ptr, stops_batch, stops_head, stops_row, stops_interval,
+        stops_ptr, stops_batch, stops_head, stops_row, stops_interval, None, 0, 0,
     )  # fmt: skip
     rules = Rules(left, right, chunk)
     to = lists.intervals + number * (SPANS * 2 * cfg.BLOCK_M)
@@ -185,6 +205,73 @@ def span_lists_kernel(
     tl.store(entries, 0, mask=count == 0)
     tl.store(lists.counts + 2 * number, full_count)
     tl.store(lists.counts + 2 * number + 1, tl.maximum(count, 1))
+
+
+def unseen_keys_launch(
+    problem: AttentionProblem, operands: Operands, unseen: Tensor, of_pass: dict[str, Any]
+) -> Launch:
+    """The launch that marks the keys that no query sees, for a launch with the arguments
+    `of_pass`.
+    """
+    options = problem.options
+    batch, heads, count = unseen.shape
+    arguments = {
+        **{name: of_pass[name] for name in ("at", "M", "N", "total_q", "total_k", "cfg")},
+        **strides(operands),
+        "starts_ptr": operands.span_starts,
+        "stops_ptr": operands.span_stops,
+        "unseen_ptr": unseen,
+        "left": as_kernel_number(options.window_left),
+        "right": as_kernel_number(options.window_right),
+        "chunk": as_kernel_number(options.attention_chunk),
+        "heads": heads,
+        "group": problem.group if heads > 1 else 1,
+        "SPANS": problem.spans,
+    }
+    return Launch(unseen_keys_kernel, (batch * heads, -(-count // CHUNK.value)), arguments)
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, *STRIDES])
+def unseen_keys_kernel(
+    starts_ptr, stops_ptr, unseen_ptr, at, M, N, total_q, total_k, left, right, chunk,
+    starts_batch, starts_head, starts_row, starts_interval,
+    stops_batch, stops_head, stops_row, stops_interval,
+    heads, group, SPANS: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """Mark the keys of a block that no query sees of the `group` of heads that shares the keys.
+
+    The rows beside the keys come first: under most masks each key is seen by one of them.
+    """
+    b, h = tl.program_id(0) // heads, tl.program_id(0) % heads
+    offs = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    bound = N
+    start_q, M = rows_of(b, Side(at.cu_seqlens_q, at.seqused_q, total_q, M))
+    _, N = rows_of(b, Side(at.cu_seqlens_k, at.seqused_k, total_k, N))
+    rules = Rules(left, right, chunk)
+    hidden = (offs < N).to(tl.int32)
+    blocks = tl.cdiv(M, CHUNK)
+    beside = tl.minimum(tl.maximum(tl.program_id(1) * CHUNK + M - N, 0) // CHUNK, blocks - 1)
+    for step in range(group * blocks):
+        if tl.max(hidden, 0) > 0:
+            head = (h // group * group + step // blocks).to(tl.int64)
+            row = (beside + step) % blocks * CHUNK + tl.arange(0, CHUNK)
+            inside = row < M
+            first, last = key_range(row + N - M, N, rules, cfg)
+            from_row = (start_q + row).to(tl.int64)
+            starts = starts_ptr + b.to(tl.int64) * starts_batch + head * starts_head
+            stops = stops_ptr + b.to(tl.int64) * stops_batch + head * stops_head
+            starts += from_row * starts_row
+            stops += from_row * stops_row
+            for r in tl.static_range(SPANS):
+                start = tl.load(starts + r * starts_interval, mask=inside, other=0)
+                stop = tl.load(stops + r * stops_interval, mask=inside, other=0)
+                start = tl.maximum(start, first)
+                stop = tl.where(inside, tl.minimum(stop, last), 0)
+                # (CHUNK queries, CHUNK keys)
+                seen = (offs[None, :] >= start[:, None]) & (offs[None, :] < stop[:, None])
+                hidden = tl.where(tl.max(seen.to(tl.int32), 0) > 0, 0, hidden)
+    to = unseen_ptr + tl.program_id(0).to(tl.int64) * (bound + SPARE_MARKS)
+    tl.store(to + offs, hidden, mask=offs < bound + SPARE_MARKS)
 
 
 @triton.jit
