@@ -298,9 +298,6 @@ OPTIONS = {
     "packed": lambda device: launches(
         *dropped(lambda g, t: ruled("packed", 64))(generator(0), torch.bfloat16), device
     ),
-    "short sequences": lambda device: launches(
-        *make_call("packed dropout", torch.bfloat16), device
-    ),
     "parts": lambda device: launches(*parts(), device),
     "few queries": lambda device: launches(
         *make_call("few queries of grouped heads", torch.bfloat16), device
@@ -320,6 +317,9 @@ OPTIONS = {
     ),
     "a decoding step of many heads": lambda device: step_launches(
         *make_decoding("one query", torch.bfloat16, D=64, Dv=64, Hq=32, Hk=1), 64, device
+    ),
+    "short sequences": lambda device: launches(
+        *make_call("packed dropout", torch.bfloat16), device
     ),
 }
 

@@ -117,7 +117,8 @@ def test_short_sequences_go_to_triton_on_hopper(
     ("change", "expected"),
     [
         ({}, True),
-        ({"M": 1, "N": 1}, True),
+        ({"M": 2, "N": 1}, True),
+        ({"M": 1}, False),
         ({"M": 65}, False),
         ({"N": 65}, False),
         ({"M": 0}, False),

@@ -331,10 +331,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
 
 def is_short(problem: AttentionProblem) -> bool:
     """Whether the kernels of `short_sequences.py` run the call: one tile has all queries and keys
-    of a head.
+    of a head. One query is decoding, where the heads of a group share a tile, and keys grow.
     """
     fits = problem.dtype != torch.float32 and max(problem.D, problem.Dv) <= UNSPLIT_HEAD_DIM
-    fits = fits and 0 < problem.M <= SHORT and 0 < problem.N <= SHORT
+    fits = fits and 1 < problem.M <= SHORT and 0 < problem.N <= SHORT
     cached = problem.page_size or problem.has_cache_rows or problem.has_float8_keys
     cached = cached or problem.appending is not None
     is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
