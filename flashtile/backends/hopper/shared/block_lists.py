@@ -57,7 +57,8 @@ class BlockLists(NamedTuple):
 
     def with_tensors(self, *tensors: Tensor) -> BlockLists:
         """The same lists in other tensors."""
-        return BlockLists(*tensors, *self.steps)
+        order, counts, entries, bits, unseen = tensors
+        return BlockLists(order, counts, entries, bits, unseen, *self.steps)
 
 
 def lists_by_queries(
