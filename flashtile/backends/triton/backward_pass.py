@@ -17,7 +17,6 @@ from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .exponentials import exponent_factor, exponentials, pivot_of_lse
 from .products import add_product, operand, product, product_in_halves
-from .score_rule import product_gradient
 from .spans import (
     full_tile_of,
     in_spans,
@@ -36,6 +35,7 @@ from .tiles import (
     load_rows,
     load_tile,
     masked_tile,
+    product_gradient,
     query_span,
     scores_of,
     seeing_rows,

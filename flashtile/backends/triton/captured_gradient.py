@@ -18,8 +18,7 @@ from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .bias_gradient import score_gradient_tile
 from .distance_gradient import band_offset, diagonal_sums, rows_of_band
 from .positions import indices_of_scores
-from .score_rule import capped_score
-from .tiles import key_span, query_span
+from .tiles import capped_score, key_span, query_span
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))

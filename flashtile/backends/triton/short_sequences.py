@@ -25,13 +25,13 @@ from .arguments import Corners, Lengths, Mask, RowPositions, RowStats, Score, un
 from .backward_pass import drop, recompute_p
 from .exponentials import as_pivot, exponent_factor, exponentials, pivot_of_lse, rescaling
 from .forward_pass import first_sums, store_lse
-from .score_rule import product_gradient
 from .tiles import (
     between,
     kept,
     key_span,
     load_columns,
     load_rows,
+    product_gradient,
     query_span,
     scores_of,
     stats_count,
