@@ -19,8 +19,16 @@ from triton.experimental.gluon import language as gl
 
 from ..shared.division import divide, reciprocal, restored, unspecialized
 from ..shared.intrinsics import aggregate, opaque_zero
-from ..shared.positions import key_positions, queries_before, queries_between
-from ..shared.schedule import first_seen_key, floor_to, marks_of, sequence, swizzled_order
+from ..shared.schedule import (
+    first_seen_key,
+    floor_to,
+    key_positions,
+    marks_of,
+    queries_before,
+    queries_between,
+    sequence,
+    swizzled_order,
+)
 from ..shared.unseen import Kept, kind_of_keys
 
 
