@@ -13,11 +13,21 @@ import os
 import pytest
 import torch
 from configurations import one_kind_each
+from torch import Tensor
 
 from flashtile.backends import cpu
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
 from flashtile.lru import clear_caches
 from flashtile.problem import AttentionProblem
-from flashtile.testing import assert_close, floor_of, rounding_variance
+from flashtile.testing import (
+    allowed_error,
+    assert_close,
+    floor_of,
+    generator,
+    qkv,
+    rounding_variance,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
@@ -77,6 +87,33 @@ def test_float32_in_tf32(seed: int):
     for name, x in found.items():
         error = (x - truth[name]).abs().max() / truth[name].abs().max()
         assert 2**-18 < error < 2**-9, name
+
+
+def in_tf32(x: Tensor) -> Tensor:
+    """The nearest numbers with 11 bits."""
+    bits = x.contiguous().view(torch.int32) + 0x1000
+    return (bits >> 13 << 13).view(torch.float32)
+
+
+def test_tf32_of_one_sign(seed: int):
+    """Rounding dO changes all of a row of dP alike. This cancels where delta is the sum of P * dP,
+    as in standard attention; so it must where delta is the sum of dO * O.
+    """
+    q, k, v = (
+        x.abs()
+        for x in qkv(generator(seed), B=1, M=131, N=257, Hq=2, Hk=2, D=64, dtype=torch.float32)
+    )
+    dout, dlse = torch.randn(1, 131, 2, 64), torch.zeros(1, 2, 131)
+    given = *describe((q, k, v), Dense(), {}), dout, dlse
+    truth = expected(*given, compute_dtype=torch.float64)["dq"]
+    found = everything(backend, *given, capability=(9, 0), allows_tf32=True)["dq"]
+    Q, K, V, dO = (in_tf32(x.transpose(1, 2)) for x in (q, k, v, dout))
+    P = (Q @ K.mT / 8).softmax(-1)
+    dP = dO @ V.mT
+    dS = P * (dP - (P * dP).sum(-1, keepdim=True))
+    standard = (in_tf32(dS) @ K / 8).transpose(1, 2)
+    allowed = allowed_error(torch.float32, truth, standard)
+    assert (found - truth).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("name", ["causal", "dropout", "packed", "pages", "block mask", "softcap"])

@@ -16,7 +16,7 @@ from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .exponentials import exponent_factor, exponentials, pivot_of_lse
-from .products import add_product, operand, product, product_in_halves
+from .products import add_product, operand, product, product_in_halves, rounded_to_tf32
 from .spans import (
     full_tile_of,
     in_spans,
@@ -54,6 +54,7 @@ def delta_kernel(
     out_ptr, out_batch, out_row, out_head, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr,
     dlse_ptr, delta_ptr, pivot_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, ALIGNMENT: tl.constexpr, HAS_LARGE_SCORES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For every row of one head: delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and
     the log-sum-exp as the pivot of its scores.
@@ -73,6 +74,8 @@ def delta_kernel(
     do_tile = load_rows(
         dout, rows_base(dout, b, zero, h), m0, rows_total, True, DV, BLOCK, BLOCK_DV, ALIGNMENT
     )
+    if PRECISION == "tf32":  # as in dO V^T, so that an error that all keys share cancels in dS
+        do_tile = rounded_to_tf32(do_tile)
     # A row without a key has an output of 0, whatever its gradient holds.
     product = o_tile.to(tl.float32) * do_tile.to(tl.float32)
     delta = tl.sum(tl.where(o_tile == 0.0, 0.0, product), 1)

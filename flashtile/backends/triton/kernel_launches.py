@@ -207,6 +207,7 @@ def delta_launch(
         "BLOCK_DV": config.BLOCK_DV,
         "ALIGNMENT": config.OUT_ALIGNMENT,
         "HAS_LARGE_SCORES": config.HAS_LARGE_SCORES,
+        "PRECISION": config.PRECISION,
     }
     grid = (sequences * problem.Hq, -(-rows // config.BLOCK_M))
     return Launch(delta_kernel, grid, arguments, 4, 1)

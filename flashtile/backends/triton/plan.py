@@ -154,7 +154,7 @@ SINGLE: dict[int, tuple[Tile, ...]] = {
 SINGLE_ON_TENSOR_CORES: dict[tuple[str, str], dict[int, tuple[Tile, ...]]] = {
     ("bf16x6", "sm_90"): {
         64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
-        128: (Tile(128, 64, 8, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 64, 4, 1)),
+        128: (Tile(128, 64, 8, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 128, 8, 1)),
     },
     ("tf32", "sm_90"): {
         64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
