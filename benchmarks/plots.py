@@ -246,8 +246,8 @@ def _drawn(rows: list[Row], provenance: Provenance) -> Any:
 
 
 def _models(rows: list[Row], provenance: Provenance) -> Any:
-    """How many times as fast as each library flashtile is in the call of each model, the worst
-    last."""
+    """The speedup of flashtile over each library for each call, with the worst call at the
+    bottom."""
     measured = [row for row in rows if row.preset == "gpu-models" and row.median_ms]
     ours = {row.variant: row.median_ms for row in measured if row.peer == "flashtile"}
     ratios: dict[str, dict[str, float]] = {}

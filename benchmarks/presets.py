@@ -307,7 +307,7 @@ PRESETS = {
         replace(_settings("flashtile fa3 fa4 cudnn", BOTH_PASSES, 0.1), memory=False),
     ),
     "gpu-models": Preset(
-        "the attention calls of 34 published models, next to every library that has them",
+        "34 attention calls of published models, next to every library that has them",
         models.calls(),
         replace(
             _settings("flashtile fa3 fa4 cudnn fa2 sdpa-efficient flex", BOTH_PASSES, 0.05),

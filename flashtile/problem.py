@@ -285,8 +285,8 @@ FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128
 
 
 def allows_tf32() -> bool:
-    """Whether PyTorch's own products of float32 on CUDA use TF32: its switches, old and new, say
-    so. Under a tracer False: the op asks again when it runs.
+    """Whether PyTorch's switches, old or new, let its float32 products on CUDA use TF32. While a
+    call is traced, the result is False; the op reads the switches again when it runs.
     """
     return not torch.compiler.is_compiling() and _precision_of("cuda", "matmul") == "tf32"
 

@@ -121,7 +121,7 @@ def test_the_sum_for_dq_counts_in_the_cache():
     assert chosen((32, 32), 4096, D=96, B=4, **CAUSAL) == (1, 8)
 
 
-def test_balance_counts_as_well():
+def test_load_balance_outweighs_the_cache():
     """One head together would leave half of the multiprocessors idle at the end."""
     assert chosen((32, 8), 8192, B=2, **CAUSAL).swizzle >= 2
     assert chosen((32, 32), 1024, D=64, B=16, **CAUSAL).swizzle >= 16
@@ -207,18 +207,18 @@ def test_sums_of_parts_for_the_cache_are_no_larger_than_the_workspace_of_dq():
         assert parts(heads, M, B=B, window_right=0) <= heads[0] // heads[1] // 2
 
 
-def test_parts_are_apart_where_the_cache_asks_for_them():
+def test_parts_are_interleaved_when_they_exceed_the_cache():
     """Fewer run together than share a tile."""
 
-    def are_apart(heads: tuple[int, int], M: int, **given: Any) -> bool:
+    def are_interleaved(heads: tuple[int, int], M: int, **given: Any) -> bool:
         found = chosen(heads, M, **given)
         return found.swizzle < found.parts
 
-    assert are_apart((32, 4), 13938, D=112, B=2, **CAUSAL)
-    assert are_apart((8, 1), 29481, D=176)  # all tiles are as long
-    assert are_apart((8, 1), 29331, D=176, **CAUSAL)  # the memory limits neighbours
-    assert not are_apart((15, 1), 1943, D=224, deterministic=True, **CAUSAL)
-    assert not are_apart((8, 1), 29331, D=176, deterministic=True, **CAUSAL)
+    assert are_interleaved((32, 4), 13938, D=112, B=2, **CAUSAL)
+    assert are_interleaved((8, 1), 29481, D=176)  # all tiles are as long
+    assert are_interleaved((8, 1), 29331, D=176, **CAUSAL)  # the memory limits neighbours
+    assert not are_interleaved((15, 1), 1943, D=224, deterministic=True, **CAUSAL)
+    assert not are_interleaved((8, 1), 29331, D=176, deterministic=True, **CAUSAL)
 
 
 def test_balance_may_need_more_parts_than_the_cache_is_worth():

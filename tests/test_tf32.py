@@ -98,7 +98,7 @@ def test_a_repeated_call_follows_the_switch(
     assert keys[0] == keys[2] != keys[1]
 
 
-def test_a_cpu_call_does_not(switch: Callable[[bool], None]):
+def test_a_cpu_call_ignores_the_switch(switch: Callable[[bool], None]):
     q = torch.randn(1, 8, 2, 16)
     clear_caches()
     keys = []
@@ -109,8 +109,8 @@ def test_a_cpu_call_does_not(switch: Callable[[bool], None]):
     assert keys[0] == keys[1]
 
 
-def test_a_tracer_does_not_ask(switch: Callable[[bool], None]):
-    """The op asks when it runs, so that a compiled call follows the switch, too."""
+def test_tracing_does_not_read_the_switch(switch: Callable[[bool], None]):
+    """The op reads the switch when it runs, so that a compiled call follows the switch, too."""
     switch(True)
     compiled = torch.compile(lambda x: x + allows_tf32(), backend="eager", fullgraph=True)
     assert compiled(torch.zeros(1)).item() == 0

@@ -33,7 +33,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 class Gpu(NamedTuple):
-    """What models of the time of kernels know of a GPU."""
+    """The properties of a GPU that the cost models use."""
 
     multiprocessors: int  # SMs
     cache_bytes: int  # of the L2 cache
@@ -44,7 +44,7 @@ H100 = Gpu(132, 50 * 2**20, 3.35e6)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """A GPU; without an index, the current one."""
+    """The properties of a GPU; without an index, of the current one."""
     if device.type == "cpu" or not torch.cuda.is_available():  # the interpreter: as on an H100
         return H100
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -58,7 +58,7 @@ def multiprocessors(device: torch.device) -> int:
 @memoised(64)
 def _gpu(index: int) -> Gpu:
     found = torch.cuda.get_device_properties(index)
-    # Not every PyTorch says all of them: in kHz and bits, and two transfers in a period.
+    # In kHz and bits, with two transfers per clock. Some PyTorch versions lack some of these.
     rate = getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 4e3
     cache = getattr(found, "L2_cache_size", 0)
     return Gpu(found.multi_processor_count, cache or H100.cache_bytes, rate or H100.bytes_per_us)

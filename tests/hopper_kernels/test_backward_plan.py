@@ -126,7 +126,7 @@ def test_full_masks_count_the_sum_for_dq_in_the_swizzle():
 
 
 def test_consumers_start_apart_where_most_tiles_are_full():
-    """As under a full mask; the masked steps of few tiles separate no others."""
+    """As under a full mask: masked steps separate the consumers of few tiles only."""
 
     def stagger(M: int, N: int, D: int = 128, **options: Any) -> int:
         return backward_plan(problem(D, causal=True, **options)._replace(M=M, N=N)).STAGGER

@@ -123,7 +123,7 @@ SHORT_REGISTERS = {
 
 @pytest.mark.parametrize(("rule", "head_dim"), SHORT_REGISTERS)
 def test_short_sequences_leave_room_for_several_programs(rule: str, head_dim: int):
-    """Their speed is that of latency, which other programs of the multiprocessor hide."""
+    """Latency limits their speed; other programs on the multiprocessor hide it."""
     sizes = {"B": 2, "M": 49, "N": 49, "Hq": 4, "Hk": 2 if rule == "grouped heads" else 4}
     options = bias(1, 4, 49, 49) if rule == "bias of heads" else lambda g, t: {}
     made = dense(**sizes, D=head_dim)(options)(generator(0), torch.bfloat16)

@@ -1,7 +1,7 @@
 """float32 in six products (`products.py`), compiled for an H100.
 
-Triton makes dot(a, b, x) of x + dot(a, b, 0): one sum inside of the tensor core, which truncates
-it. The interpreter does not.
+Triton fuses x + dot(a, b, 0) into dot(a, b, x): one sum inside the tensor core, which
+truncates it. The interpreter does not.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ BF16X6_FEW_ROWS: dict[int, tuple[int, int, int]] = {64: (64, 4, 2), 128: (32, 4,
 PRODUCTS = {
     "ieee": "without tensor cores",
     "tf32": "one product in TF32, as PyTorch's switch for its own products allows",
-    "bf16x6": "six products of bfloat16 parts on tensor cores, as exact as float32",
+    "bf16x6": "six products of bfloat16 parts on tensor cores, about as exact as float32",
 }
 _forced: dict[str, Tile] = {}  # set by `forced_tile`, for all threads
 
@@ -368,7 +368,8 @@ def tiles_for(name: str, head_dim: int) -> tuple[Tile, ...]:
 
 def precision(problem: AttentionProblem) -> str:
     """How tiles are multiplied: `products.py`. Tensor cores of sm_80 lose too much in sums for six
-    products, those of GeForce are too slow, and Triton 3.6 cannot compile them for sm_100.
+    products, those of sm_86, sm_89 and sm_120 are too slow, and Triton 3.6 cannot compile them for
+    sm_100.
     """
     if problem.dtype != torch.float32 or hardware.is_rocm() or problem.capability is None:
         return "ieee"

@@ -124,7 +124,7 @@ def product_in_halves(x, y, cfg: tl.constexpr):
 
 @triton.jit
 def add_product(acc, x, y, cfg: tl.constexpr):
-    """`acc` (float32) and x y of two operands."""
+    """`acc` (float32) plus x y, for two operands."""
     if cfg.PRECISION == "bf16x6":
         acc += tl.dot(x[0], y[0], small_terms(x, y))
     else:
@@ -159,7 +159,7 @@ def sum_of_parts(x, y, LONGEST: tl.constexpr):
     TERMS: tl.constexpr = x[0].shape[1]
     small = small_terms(x, y)
     if TERMS > LONGEST:
-        # Not zero at the start of either sum: Triton makes dot(a, b, z) of z + dot(a, b, 0).
+        # Not zero at the start of either sum: Triton fuses z + dot(a, b, 0) into dot(a, b, z).
         half = small * 0.5
         is_first = (tl.arange(0, TERMS) < TERMS // 2)[None, :]
         found = tl.dot(tl.where(is_first, x[0], 0.0), y[0], half)
@@ -173,7 +173,8 @@ def sum_of_parts(x, y, LONGEST: tl.constexpr):
 def small_terms(x, y):
     """The terms of x y beside the product of the first parts, the smallest first.
 
-    They are NaN next to an infinity, which only the first parts represent, and then left out.
+    Only the first part of an infinity is infinite. Its other parts are NaN, and so are these terms;
+    NaN terms are replaced by zero.
     """
     small = tl.dot(x[2], y[0])
     small = tl.dot(x[0], y[2], small)

@@ -48,8 +48,8 @@ SWIZZLES = (1, 2, 4, 8, 16, 32)  # tried
 WIDEST_ORDERED = 64
 PARTS = (2, 3, 4, 6, 8, 12, 16)  # tried, beside whole tiles
 MOST_LENGTHS = 8  # of the sequences of a packed batch
-MOST_WAVES = 8  # that are played through
-MOST_PROGRAMS = 5000  # that are played through, of all orders: in 1 to 2 ms
+MOST_WAVES = 8  # of programs that are simulated
+MOST_PROGRAMS = 5000  # simulated in one search, over all orders: 1 to 3 ms
 CLEARLY_FASTER = 0.995  # of the time of an order with fewer heads together
 # Smaller gains of parts are within the error of the model, or do not pay for another launch on the
 # host.
@@ -138,8 +138,8 @@ class Model:
     def fastest(self, orders: list[Order], limit: float) -> tuple[Order | None, float]:
         """The order that takes the least time, and its time; None if all take at least `limit`.
 
-        Only orders that may be faster than the best one so far are played through, the most
-        promising ones first.
+        Only orders that may be faster than the best one so far are simulated, the most promising
+        first.
         """
         best, programs = None, 0
         possible = [order for order in orders if self.least(order.parts) < limit]
@@ -169,8 +169,8 @@ class Model:
 
     def makespan(self, order: Order) -> float:
         """The time of all programs: each starts in its order, on the multiprocessor that is free
-        first. Only the last programs are played through, because until the last one has started no
-        multiprocessor waits.
+        first. Only the last programs are simulated, because no multiprocessor idles until the last
+        program has started.
         """
         count = self.gpu.multiprocessors
         last = list(islice(self.backwards(order), MOST_WAVES * count))
@@ -248,8 +248,8 @@ class Model:
 
     def parts_in_workspace(self) -> int:
         """How many parts have sums of dK and dV about as large as the workspace of dQ: for equally
-        long queries and keys, half as many as a group has heads. That a part fits the cache is
-        worth no more memory.
+        long queries and keys, half as many as a group has heads. More memory than that is not worth
+        spending to fit a part in the cache.
         """
         problem = self.problem
         of_part = problem.N * (self.columns + value_columns(problem))
