@@ -306,6 +306,21 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: delta of exact dO beside dO V^T of rounded dO",
+        "delta_kernel",
+        'if PRECISION == "tf32":',
+        'if PRECISION == "none":',
+        "tests/kernels/test_interpreter.py -k of_one_sign",
+        interpreted=True,
+    ),
+    Planted(
+        "a repeated step of context parallelism misses PyTorch's switch for TF32",
+        "_problem",
+        "switch = operands.q.is_cuda and allows_tf32()",
+        "switch = False",
+        "tests/test_tf32.py -k step_of_context",
+    ),
+    Planted(
         "triton: a repeated call that misses PyTorch's switch for TF32",
         "key_of",
         "with_launches and allows_tf32(),",
@@ -405,6 +420,13 @@ HOPPER: list[Planted] = [
         "(greatest_stop > n0)",
         "(greatest_stop > n1)",
         "tests/hopper_kernels/test_forward_emulated.py::test_spans_of_everyday_masks -k prefix",
+    ),
+    Planted(
+        "hopper: delta of a sequence without keys",
+        "delta_kernel",
+        "tl.where(o == 0.0, 0.0, o * do)",
+        "o * do",
+        "tests/hopper_kernels/test_hidden_keys_emulated.py -k 'rows_without and packed and keys'",
     ),
     Planted(
         "hopper: values of hidden keys",

@@ -16,6 +16,7 @@ from flashtile.backends.hopper.backward.plan import BackwardConfig, backward_pla
 from flashtile.backends.hopper.forward.plan import KernelConfig, plan
 from flashtile.backends.hopper.shared.block_lists import (
     ALL,
+    SPARE_MARKS,
     BlockLists,
     lists_by_keys,
     lists_by_queries,
@@ -292,6 +293,9 @@ def test_lists_of_tiles_of_keys_are_kept_until_the_mask_changes():
     operands.tile_kinds[..., 0] = 0
     changed = key_lists(problem, config, operands)
     assert changed.counts[0, 0].tolist() == [[0, 0], *[[8, 8]] * 3]
+    assert lists.unseen.count_nonzero() == 0
+    assert changed.unseen[0, 0].tolist() == [1] * 128 + [0] * (384 + SPARE_MARKS)
+    assert query_lists(problem, plan(problem), operands).unseen is changed.unseen
     for other in ({"causal": True}, {"deterministic": True}, {"heads": (2, 1)}):
         known = call_with_gradients(512, 512, 128, block_mask=mask, **other)
         assert key_lists(*known) is not changed

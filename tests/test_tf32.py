@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.backends.triton.plan import plan, precision
 from flashtile.call import memo
+from flashtile.distributed import executor
 from flashtile.gpu import hardware
 from flashtile.lru import clear_caches
 from flashtile.problem import AttentionProblem, Operands, Options, allows_tf32
@@ -95,6 +97,22 @@ def test_a_repeated_call_follows_the_switch(
     for value in (False, True, False):
         switch(value)
         keys.append(memo.key_of(("q",), (q,)))
+    assert keys[0] == keys[2] != keys[1]
+
+
+def test_a_step_of_context_parallelism_follows_the_switch(
+    switch: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+):
+    """A plan keeps the problems of its steps under keys."""
+    monkeypatch.setattr(executor, "_cached", lambda plan, key, make: key)
+    step: Any = SimpleNamespace(number=0)
+    plan: Any = None
+    with FakeTensorMode():
+        q = torch.empty(8, 2, 16, device="cuda")
+    keys = []
+    for value in (False, True, False):
+        switch(value)
+        keys.append(executor._problem(plan, Operands(q, q, q), step, False))
     assert keys[0] == keys[2] != keys[1]
 
 

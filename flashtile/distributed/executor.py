@@ -28,6 +28,7 @@ from ..problem import (
     AttentionProblem,
     Operands,
     Options,
+    allows_tf32,
     captured_needs_grad,
     lse_dtype,
 )
@@ -397,7 +398,8 @@ def _problem(
         return problem._replace(options=options, is_partial=is_partial)
 
     asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
-    key = "problem", step.number, *asked, dispatch.forced()
+    switch = operands.q.is_cuda and allows_tf32()
+    key = "problem", step.number, *asked, dispatch.forced(), switch
     found: AttentionProblem = _cached(plan, key, make)
     return found
 

@@ -37,9 +37,11 @@ Call = tuple[list[Tensor], Dense | Packed, dict[str, Any]]
 M, N = 130, 330
 
 
-def dense(D: int = 64, rows: int = M, keys: int = N, **options: Any) -> Callable[[], Call]:
+def dense(
+    D: int = 64, rows: int = M, keys: int = N, batch: int = 1, **options: Any
+) -> Callable[[], Call]:
     def make() -> Call:
-        sizes = {"B": 1, "M": rows, "N": keys, "Hq": 2, "Hk": 1, "D": D}
+        sizes = {"B": batch, "M": rows, "N": keys, "Hq": 2, "Hk": 1, "D": D}
         return list(qkv(generator(0), **sizes, dtype=torch.bfloat16)), Dense(), options
 
     return make
@@ -54,12 +56,21 @@ def packed(D: int = 64, **options: Any) -> Callable[[], Call]:
     return make
 
 
-def half_seen(heads: int = 1) -> BlockMask:
+def half_seen(heads: int = 1, batch: int = 1) -> BlockMask:
     """Half of the keys are seen by no query, and half of the queries see no key."""
     g = generator(1)
-    seen = torch.rand(1, heads, M, N, generator=g) < 0.5
-    seen &= torch.rand(1, heads, M, 1, generator=g) < 0.5
-    return BlockMask.from_dense(seen & (torch.rand(N, generator=g) < 0.5), (128, 128))
+    seen = torch.rand(batch, heads, M, N, generator=g) < 0.5
+    seen &= torch.rand(batch, heads, M, 1, generator=g) < 0.5
+    seen &= torch.rand(batch, 1, 1, N, generator=g) < 0.5
+    return BlockMask.from_dense(seen, (128, 128))
+
+
+def without_keys() -> Call:
+    """The second sequence has queries and a sink, but no key."""
+    rows, keys = [70, 40], [100, 0]
+    tensors = packed_qkv(generator(0), rows, keys, Hq=2, Hk=1, D=64, dtype=torch.bfloat16)
+    layout = Packed(cu_seqlens(rows), cu_seqlens(keys), 70, 100)
+    return list(tensors), layout, {"sink": torch.tensor([0.3, -0.7])}
 
 
 def few_spans(intervals: int, heads: int = 1) -> Spans:
@@ -79,6 +90,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "packed window": packed(window_size=(20, 0)),
     "packed window of 256 columns": packed(256, window_size=(20, 0)),
     "block mask": lambda: dense(block_mask=half_seen(2))(),
+    "block mask of each sequence": lambda: dense(batch=2, block_mask=half_seen(batch=2))(),
     "causal block mask": lambda: dense(128, block_mask=half_seen(), causal=True)(),
     "span": lambda: dense(mask=few_spans(1))(),
     "spans": lambda: dense(128, mask=few_spans(2, 2))(),
@@ -93,6 +105,7 @@ DEAD: dict[str, Callable[[], Call]] = {
     "sink of 160 columns": dense(160, 330, 130, causal=True, sink=torch.tensor([0.3, -0.7])),
     "packed causal": lambda: swapped(packed(64, causal=True)()),
     "packed causal of 256 columns": lambda: swapped(packed(256, causal=True)()),
+    "packed without keys": without_keys,
     "block mask": CALLS["block mask"],
     "block mask of 256 columns": lambda: dense(
         256, block_mask=half_seen(), sink=torch.tensor([0.3, -0.7])
@@ -155,10 +168,12 @@ def test_the_forward_ignores_hidden_keys(name: str):
             assert torch.equal(got, x)
 
 
-def backward_of(call: Call, dout: Tensor, dlse: Tensor, results: Any) -> tuple[Tensor, ...]:
+def backward_of(
+    call: Call, dout: Tensor, dlse: Tensor, results: Any, parts: int = 1
+) -> tuple[Tensor, ...]:
     operands, options = described(call)
     out, lse = results
-    return gradients(operands, options, out, lse, dout, dlse, seed=0, parts=1)
+    return gradients(operands, options, out, lse, dout, dlse, seed=0, parts=parts)
 
 
 def results_of(call: Call) -> tuple[Tensor, Tensor]:
@@ -166,8 +181,10 @@ def results_of(call: Call) -> tuple[Tensor, Tensor]:
     return found.out.detach().bfloat16(), found.lse.detach().float()
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_backward_ignores_hidden_keys(name: str):
+@pytest.mark.parametrize(
+    ("name", "parts"), [*((name, 1) for name in CALLS), ("window", 2), ("packed window", 2)]
+)
+def test_the_backward_ignores_hidden_keys(name: str, parts: int):
     tensors, *rest = CALLS[name]()
     results = results_of((tensors, *rest))
     dout, dlse = (
@@ -175,12 +192,12 @@ def test_the_backward_ignores_hidden_keys(name: str):
         normal(generator(5), *results[1].shape),
     )
     hidden = hidden_keys((tensors, *rest))
-    wanted = backward_of((tensors, *rest), dout, dlse, results)
+    wanted = backward_of((tensors, *rest), dout, dlse, results, parts)
     for junk in (math.nan, math.inf):
         q, k, v = (x.clone() for x in tensors)
         k[hidden], v[hidden] = junk, junk
         for got, x in zip(
-            backward_of(([q, k, v], *rest), dout, dlse, results), wanted, strict=True
+            backward_of(([q, k, v], *rest), dout, dlse, results, parts), wanted, strict=True
         ):
             torch.testing.assert_close(got, x)
 

@@ -132,10 +132,11 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             "dlse_ptr": None if dlse is None else dlse.contiguous(),
             "sink_ptr": at_boundary(operands.sink),
         }
-        own = _launch_of_heads(short_backward_kernel, problem.Hk, problem, arguments, planned)
-        if made.distance_sums is None:
-            return [own]
-        return [own, distance_launch(problem, made.distance_sums, shared, planned.bands)]
+        heads = problem.Hk
+        launches = [_launch_of_heads(short_backward_kernel, heads, problem, arguments, planned)]
+        if made.distance_sums is not None:
+            launches.append(distance_launch(problem, made.distance_sums, shared, planned.bands))
+        return launches
     launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
     if planned.scores.config.HAS_LARGE_SCORES and not problem.is_partial:
         sink = at_boundary(operands.sink)

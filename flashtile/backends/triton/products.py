@@ -154,7 +154,8 @@ def sum_of_parts(x, y, LONGEST: tl.constexpr):
     core adds at once) is made of two sums, over the first half of the terms and over the second.
 
     Both read all of y, next to zeros for the other half: adding zeros is exact on tensor cores,
-    and half of a tile would be copied through shared memory.
+    and half of a tile would be copied through shared memory. An infinity in y gives NaN, because
+    zero times infinity is NaN.
     """
     TERMS: tl.constexpr = x[0].shape[1]
     small = small_terms(x, y)

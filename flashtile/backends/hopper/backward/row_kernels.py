@@ -92,10 +92,8 @@ def delta_kernel(
             do_ptrs = tl.multiple_of(do_ptrs, [1, 16])
         o = tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
         do = tl.load(do_ptrs, mask=inside, other=0.0).to(tl.float32)
-        product = o * do
-        if cfg.HAS_DEAD_ROWS:  # a row without a key has an output of 0
-            product = tl.where(o == 0.0, 0.0, product)
-        minus_delta = -tl.sum(product, 1)
+        # A row without a key has an output of 0, whatever its gradient holds.
+        minus_delta = -tl.sum(tl.where(o == 0.0, 0.0, o * do), 1)
         if at.cu_seqlens_q is None:
             source = (b * heads + h).to(tl.int64) * M + rows
         else:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from torch import Tensor
 from ....lru import Memo
 from ....masks import FULL, PARTIAL
 from ....problem import AttentionProblem, Operands
-from .unseen import SPARE_MARKS
 
 MOST_ELEMENTS = 2**26  # of a mask, looked at together
+# Marks after those of a mask's keys: a block that starts before the last key reads no others.
+SPARE_MARKS = 128
 
 # Tiles of bits that every list may use: all keys visible, and none. The mask's own tiles follow.
 ALL, NONE, OWN = 0, 1, 2
@@ -183,19 +185,20 @@ def facts_of(problem: AttentionProblem, BLOCK_M: int, BLOCK_N: int) -> tuple[Any
 
 
 class Kept(NamedTuple):
-    """Lists, and the block mask that they are of."""
+    """What was made of a block mask."""
 
     mask: tuple[weakref.ref[Tensor], ...]  # its tensors
     versions: list[int]
-    lists: BlockLists
+    made: Any
 
 
 _kept: Memo[Any, Kept] = Memo(64)
+_Made = TypeVar("_Made")
 
 
-def kept(key: Any, operands: Operands, make: Callable[[], BlockLists]) -> BlockLists:
-    """`make()`, from an earlier call with an equal `key` if the block mask has not changed. The
-    lists are kept as long as the mask.
+def kept(key: Any, operands: Operands, make: Callable[[], _Made]) -> _Made:
+    """`make()`, from an earlier call with an equal `key` if the block mask has not changed. It is
+    kept as long as the mask.
 
     Only what PyTorch counts is a change. Writes by `.data` and by kernels of others are not
     counted, and to find them every call would have to read the mask, which is why `BlockMask`
@@ -215,11 +218,11 @@ def kept(key: Any, operands: Operands, make: Callable[[], BlockLists]) -> BlockL
         mine() is x for mine, x in zip(known.mask, tensors, strict=True)
     )
     if known is not None and is_same and known.versions == versions:
-        return known.lists
-    lists = make()
+        return cast(_Made, known.made)
+    made = make()
     mask = tuple(weakref.ref(x, lambda _: _kept.forget(key)) for x in tensors)
-    _kept[key] = Kept(mask, versions, lists)
-    return lists
+    _kept[key] = Kept(mask, versions, made)
+    return made
 
 
 def mask_tensors(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,29 +269,34 @@ def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
     kinds, index, partial = mask_tensors(operands)
     batch, heads, tiles, columns = kinds.shape
     rows, keys = partial.shape[1:]
-    N = columns * keys
-    seen = kinds.new_zeros((batch, heads, N), dtype=torch.bool)
-    n = torch.arange(N, device=kinds.device)
-    # Some tiles of queries at a time, because each element of the mask takes a byte here.
-    at_once = max(MOST_ELEMENTS // (batch * heads * rows * N), 1)
-    for first in range(0, tiles, at_once):
-        chosen = slice(first, min(first + at_once, tiles))
-        row = torch.arange(chosen.start * rows, chosen.stop * rows, device=kinds.device)[:, None]
-        start, stop = key_ranges(problem, row)
-        # (tiles, columns, rows, keys)
-        by_rules = (n >= start) & (n < stop) & (row < problem.M)
-        by_rules = by_rules.unflatten(1, (columns, keys)).unflatten(0, (-1, rows)).transpose(1, 2)
-        # (batch, heads, tiles, columns, rows, keys)
-        kind = kinds[:, :, chosen, :, None, None]
-        found = kind == FULL
-        if len(partial):
-            elements = partial[index[:, :, chosen].long().clamp(min=0)]
-            found = found | ((kind == PARTIAL) & elements)
-        found = found & by_rules
-        seen |= found.any(4).any(2).flatten(2)
-    if heads > 1:
-        seen = seen.unflatten(1, (-1, problem.group)).any(2).repeat_interleave(problem.group, 1)
-    return torch.nn.functional.pad((~seen[..., : problem.N]).int(), (0, SPARE_MARKS.value))
+
+    def make() -> Tensor:
+        seen = kinds.new_zeros((batch, heads, columns, keys), dtype=torch.bool)
+        # Each element of the mask takes a byte here, so only some tiles are looked at together.
+        most = max(MOST_ELEMENTS // (batch * heads * rows * keys), 1)
+        across = min(most, columns)
+        down = max(most // across, 1)
+        for m, n in product(range(0, tiles, down), range(0, columns, across)):
+            row = torch.arange(m * rows, min(m + down, tiles) * rows, device=kinds.device)
+            key = torch.arange(n * keys, min(n + across, columns) * keys, device=kinds.device)
+            start, stop = key_ranges(problem, row[:, None])
+            # (tiles, columns, rows, keys)
+            by_rules = (key >= start) & (key < stop) & (row < problem.M)[:, None]
+            by_rules = by_rules.unflatten(1, (-1, keys)).unflatten(0, (-1, rows)).transpose(1, 2)
+            # (batch, heads, tiles, columns, rows, keys)
+            kind = kinds[:, :, m : m + down, n : n + across, None, None]
+            visible = kind == FULL
+            if len(partial):
+                chosen = index[:, :, m : m + down, n : n + across].long().clamp(min=0)
+                visible = visible | ((kind == PARTIAL) & partial[chosen])
+            seen[:, :, n : n + across] |= (visible & by_rules).any(4).any(2)
+        if heads > 1:
+            by_group = seen.unflatten(1, (-1, problem.group)).any(2)
+            seen = by_group.repeat_interleave(problem.group, 1)
+        marks = (~seen.flatten(2)[..., : problem.N]).int()
+        return torch.nn.functional.pad(marks, (0, SPARE_MARKS))
+
+    return kept(("unseen", problem.group, problem.M, problem.N, problem.facts), operands, make)
 
 
 def by_rules(

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import block_lists
 from .intrinsics import CONSUMER_WARPS, recast, shared_value
 
-# Marks after those of a mask's keys: blocks that start anywhere before the last key read no others.
-SPARE_MARKS = gl.constexpr(128)
+SPARE_MARKS = gl.constexpr(block_lists.SPARE_MARKS)
 
 
 class Kept(NamedTuple):
