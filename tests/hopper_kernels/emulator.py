@@ -72,6 +72,9 @@ class Shared:
         scheduler.meet()
 
     def recast(self, shape: list[int], layout: Any) -> Shared:
+        if layout == "columns first" and len(shape) == 3:
+            columns = self.data.view(-1, self.data.shape[-1] // shape[-1], shape[-1])
+            return Shared(columns.transpose(0, 1).view(shape))
         data = self.data.contiguous().view(-1)
         assert data.data_ptr() == self.data.data_ptr(), "recast of a part with gaps"
         offsets = layout.offsets(shape) if isinstance(layout, LinearLayout) else None
@@ -344,7 +347,8 @@ LANGUAGE: dict[str, Any] = {
     "inline_asm_elementwise": inline_asm,
     "warp_specialize": warp_specialize,
     "SharedLinearLayout": LinearLayout,
-    "NVMMASharedLayout": lambda *sizes, **more: None,
+    # Up to 128 bytes of all rows, then the next ones. Tiles are rows here: `recast` finds columns.
+    "NVMMASharedLayout": lambda *sizes, **more: "columns first",
     "NVMMADistributedLayout": lambda *sizes: None,
     "SwizzledSharedLayout": lambda *sizes: None,
     "BlockedLayout": lambda *sizes: None,

@@ -251,13 +251,20 @@ def test_parts_with_options_compile(kind: str):
 @pytest.mark.parametrize("options", [{}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3, 4, 16, 17)])
 def test_new_lengths_and_heads_compile_nothing_new(parts: tuple[int, ...], options: dict[str, Any]):
-    """The longer deterministic calls have two phases, the shorter ones have one."""
-    seen = set()
-    lengths = ((65, 1), (128, 15), (300, 16), (1024, 1024), (1000, 1001))
-    for (M, N), count in zip(lengths, parts, strict=True):
-        launches = launches_of(dense(M=M, N=N, **options), count)
-        seen.add(tuple(map(key, launches)))
-    assert len(seen) == 1
+    """The longer deterministic calls have two phases, the shorter ones have one. A causal call with
+    more queries than keys has rows without a key, and a kernel of its own.
+    """
+    more_keys = ((65, 65), (128, 130), (300, 316), (1024, 1024), (1000, 1001))
+    more_queries = ((65, 1), (128, 15), (300, 16), (1024, 1000), (1001, 1000))
+    kinds = [
+        {
+            tuple(map(key, launches_of(dense(M=M, N=N, **options), count)))
+            for (M, N), count in zip(lengths, parts, strict=True)
+        }
+        for lengths in (more_keys, more_queries)
+    ]
+    assert list(map(len, kinds)) == [1, 1]
+    assert (kinds[0] != kinds[1]) == ("causal" in options)
 
 
 @pytest.mark.parametrize("parts", [1, 2] if FULL else [1])

@@ -21,6 +21,8 @@ from compiled_kernels import Block, key, report
 
 from flashtile.backends.hopper.forward.launch import with_lists
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
+from flashtile.backends.hopper.forward.tile_list import tile_list_kernel
+from flashtile.backends.hopper.shared.span_lists import span_lists_kernel, unseen_keys_kernel
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.dropout import ROUNDS
@@ -252,7 +254,13 @@ def test_the_lists_compile(option: str):
     operands, options = OPTIONS[option]()
     problem = AttentionProblem.of(operands, options)
     before = with_lists(problem, plan(problem), operands, launch_of(operands, options))[:-1]
-    assert len(before) == (2 if option == "packed span" else 1)
+    expected = {
+        "packed": [tile_list_kernel],
+        "lengths": [tile_list_kernel],
+        "spans": [unseen_keys_kernel, span_lists_kernel],
+        "packed span": [tile_list_kernel, unseen_keys_kernel, span_lists_kernel],
+    }
+    assert [launch.kernel for launch in before] == expected[option]
     for launch in before:
         assert any(name.startswith("st.global") for name in report(launch).accesses)
 

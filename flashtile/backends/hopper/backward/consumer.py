@@ -58,7 +58,6 @@ from .products import (
     issue_scores,
     kept_by_dropout,
     kept_probabilities,
-    keys_tile,
     own_rows,
     probabilities,
     products_along,
@@ -381,20 +380,15 @@ def acquire_if(channel, i, there):
 
 @gluon.jit
 def clear_keys(ME: gl.constexpr, channels, work, sizes, mask, cfg: gl.constexpr):
-    """Zero the rows of K and V that are not kept.
-
-    Each consumer clears the rows of its own keys. dQ reads all rows of K, but only after the
-    barrier of both consumers' dS^T.
-    """
+    """Zero the rows of K and V that are not kept; both consumers zero all of them."""
     kept = kept_keys(work, sizes, mask, cfg)
     KIND: gl.constexpr = kind_of_keys(cfg)
     if has_cleared(kept, KIND, cfg.BLOCK_N):
-        FIRST: gl.constexpr = ME * CONSUMER_ROWS
-        clear_tile(keys_tile(ME, channels.k.tile(0), cfg), kept, KIND, FIRST)
-        clear_tile(keys_tile(ME, channels.v.tile(0), cfg), kept, KIND, FIRST)
+        clear_rows(channels.k.tile(0).reshape([cfg.BLOCK_N, cfg.BLOCK_D]), kept, KIND)
+        clear_rows(channels.v.tile(0).reshape([cfg.BLOCK_N, cfg.BLOCK_D]), kept, KIND)
         if cfg.TAIL_D > 0:
-            clear_tile(keys_tile(ME, channels.k.tail(0), cfg), kept, KIND, FIRST)
-            clear_tile(keys_tile(ME, channels.v.tail(0), cfg), kept, KIND, FIRST)
+            clear_rows(channels.k.tail(0).reshape([cfg.BLOCK_N, cfg.TAIL_D]), kept, KIND)
+            clear_rows(channels.v.tail(0).reshape([cfg.BLOCK_N, cfg.TAIL_D]), kept, KIND)
         show_written(FIRST_BARRIER + 1 + ME)
 
 
@@ -406,21 +400,14 @@ def clear_queries(ME: gl.constexpr, channels, i, kept, cfg: gl.constexpr):
     KIND: gl.constexpr = kind_of_rows(cfg)
     if has_cleared(kept, KIND, cfg.BLOCK_M):
         channels.dout.acquire(i)
-        clear_tile(rows_tile(channels.q, i, cfg), kept, KIND, 0)
-        clear_tile(rows_tile(channels.dout, i, cfg), kept, KIND, 0)
+        clear_rows(rows_tile(channels.q, i, cfg), kept, KIND)
+        clear_rows(rows_tile(channels.dout, i, cfg), kept, KIND)
         if cfg.TAIL_D > 0:
-            clear_tile(rows_tail(channels.q, i, cfg), kept, KIND, 0)
-            clear_tile(rows_tail(channels.dout, i, cfg), kept, KIND, 0)
+            clear_rows(rows_tail(channels.q, i, cfg), kept, KIND)
+            clear_rows(rows_tail(channels.dout, i, cfg), kept, KIND)
         if cfg.HAS_DEAD_ROWS:  # with a sink, delta has the gradient of the log-sum-exp
             clear_numbers(channels.delta.index(i % cfg.DO_STAGES), kept, KIND, cfg.BLOCK_M)
         show_written(FIRST_BARRIER + 1 + ME)
-
-
-@gluon.jit
-def clear_tile(x, kept, KIND: gl.constexpr, FIRST: gl.constexpr):
-    """Zero the rows of `x` that are not kept, those of the tile from FIRST."""
-    STEP: gl.constexpr = 16
-    clear_rows(x, kept, KIND, FIRST, STEP, rows_of_heads(x.shape[1], CONSUMER_WARPS))
 
 
 # Results

@@ -41,8 +41,8 @@ from ..shared.intrinsics import (
     sync_warps,
 )
 from ..shared.softmax import alibi_slope
-from ..shared.unseen import clear_numbers, has_cleared, kind_of_keys, kind_of_rows
-from .consumer import acquire_if, add_product, clear_tile, keys_of, store_rows
+from ..shared.unseen import clear_numbers, clear_rows, has_cleared, kind_of_keys, kind_of_rows
+from .consumer import acquire_if, add_product, keys_of, store_rows
 from .dq import KEY_COLUMNS, emit_pieces, first_of_last, last_columns, value_puts
 from .part_sums import store_part
 from .products import (
@@ -400,9 +400,9 @@ def clear_slot(
     """
     if has_cleared(kept, KIND, CONSUMER_ROWS):
         channel.acquire(i)
-        clear_tile(rows_tile(channel, i, cfg), kept, KIND, 0)
+        clear_rows(rows_tile(channel, i, cfg), kept, KIND)
         if channel.TAIL > 0:
-            clear_tile(rows_tail(channel, i, cfg), kept, KIND, 0)
+            clear_rows(rows_tail(channel, i, cfg), kept, KIND)
         if statistics is not None:
             clear_numbers(statistics, kept, KIND, CONSUMER_ROWS)
         show_written(FIRST_BARRIER + 1 + ME)

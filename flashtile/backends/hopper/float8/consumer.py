@@ -261,7 +261,7 @@ def clear_values(ME: gl.constexpr, kept, i, channels, cfg: gl.constexpr):
     if has_cleared(kept, KIND, cfg.BLOCK_N):
         channels.v.acquire(i)
         v = channels.v.tile(i).reshape([DIMS, cfg.BLOCK_N])
-        keep = is_kept(gl.arange(0, cfg.BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)), kept, KIND)
+        keep = is_kept(0, kept, KIND, cfg.BLOCK_N, gl.SliceLayout(0, LAYOUT))
         for first in gl.static_range(0, DIMS, STEP):
             part = v.slice(first, STEP)
             x = part.load(LAYOUT).to(gl.int8, bitcast=True)

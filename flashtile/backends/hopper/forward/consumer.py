@@ -24,7 +24,6 @@ from ..shared.intrinsics import (
     left_operand,
     pin,
     row_values,
-    rows_of_heads,
     show_written,
 )
 from ..shared.schedule import (
@@ -470,13 +469,12 @@ def kept_values(n0, stop, rows, cfg: gl.constexpr):
 @gluon.jit
 def clear_values(ME: gl.constexpr, is_cleared, kept, i, channels, cfg: gl.constexpr):
     """Zero the rows of block `i` of V that are not `kept`, if there are any."""
-    STEP: gl.constexpr = 32
     KIND: gl.constexpr = kind_of_keys(cfg)
     if is_cleared:
         channels.v.acquire(i)
         v = channels.v.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
-        clear_rows(v, kept, KIND, 0, STEP, rows_of_heads(cfg.BLOCK_DV, CONSUMER_WARPS))
+        clear_rows(v, kept, KIND)
         if cfg.TAIL_DV > 0:
             v = channels.v.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_DV])
-            clear_rows(v, kept, KIND, 0, STEP, rows_of_heads(cfg.TAIL_DV, CONSUMER_WARPS))
+            clear_rows(v, kept, KIND)
         show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)

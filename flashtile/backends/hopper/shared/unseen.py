@@ -18,7 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import block_lists
-from .intrinsics import CONSUMER_WARPS, recast, shared_value
+from .intrinsics import (
+    CONSUMER_WARPS,
+    opaque_zero,
+    recast,
+    rows_of_heads,
+    shared_rows,
+    shared_value,
+)
 
 SPARE_MARKS = gl.constexpr(block_lists.SPARE_MARKS)
 
@@ -82,33 +89,41 @@ def numbers(slot, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def is_kept(row, kept, KIND: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Which of the rows `row` are kept; they are those from FIRST."""
+def is_kept(i, kept, KIND: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which of the COUNT rows from `i * COUNT` on are kept."""
+    row = i * COUNT + gl.arange(0, COUNT, layout=LAYOUT)
     keep = row < kept.stop
     if KIND == "range":
         keep = keep & (row >= kept.first)
     elif KIND == "marks":
         keep = keep & (gl.load(kept.by + row) == 0)
     elif KIND == "lse":
-        ROWS: gl.constexpr = row.shape[0]
-        lse = numbers(kept.by, kept.by.shape[1]).slice(FIRST, ROWS).load(row.type.layout)
+        shape: gl.constexpr = [kept.by.shape[1] // COUNT, COUNT]
+        lse = recast(kept.by, gl.float32, shape, shared_value()).index(i).load(LAYOUT)
         keep = keep & (lse < float("inf"))
     return keep
 
 
 @gluon.jit
-def clear_rows(
-    x, kept, KIND: gl.constexpr, FIRST: gl.constexpr, STEP: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Zero the rows of `x` (rows, columns), those of the tile from FIRST, that are not kept: STEP
-    rows at a time, which need few registers.
+def clear_rows(x, kept, KIND: gl.constexpr):
+    """Zero the rows of the tile `x` (rows, columns) that are not kept.
+
+    The compiler does not know the length of the loop, because it would unroll it: registers for
+    many rows at once would make the loop over blocks spill, although few blocks need them.
     """
-    ROWS: gl.constexpr = x.shape[0]
-    row = FIRST + gl.arange(0, STEP, layout=gl.SliceLayout(1, LAYOUT))
-    for first in gl.static_range(0, ROWS, STEP):
-        part = x.slice(first, STEP)
+    WIDTH: gl.constexpr = x.shape[1] if x.shape[1] < 64 else 64
+    LAYOUT: gl.constexpr = rows_of_heads(WIDTH, CONSUMER_WARPS)
+    COUNT: gl.constexpr = 1024 // WIDTH  # rows at a time: 16 bytes for each thread
+    PARTS: gl.constexpr = x.shape[0] // COUNT
+    PIECES: gl.constexpr = x.shape[1] // WIDTH
+    SHARED: gl.constexpr = shared_rows(WIDTH, rank=2)
+    # Shared memory has 64 columns of all rows, then the next ones.
+    pieces = recast(x, x.dtype, [PIECES, x.shape[0], WIDTH], SHARED)
+    for i in range(opaque_zero(kept.stop), PARTS * PIECES):
+        parts = recast(pieces.index(i // PARTS), x.dtype, [PARTS, COUNT, WIDTH], SHARED)
+        part = parts.index(i % PARTS)
         old = part.load(LAYOUT)
-        keep = is_kept(row + first, kept, KIND, FIRST + first)
+        keep = is_kept(i % PARTS, kept, KIND, COUNT, gl.SliceLayout(1, LAYOUT))
         part.store(gl.where(keep[:, None], old, gl.zeros_like(old)))
 
 
@@ -118,5 +133,5 @@ def clear_numbers(slot, kept, KIND: gl.constexpr, ROWS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
     own = numbers(slot, ROWS)
     old = own.load(LAYOUT)
-    keep = is_kept(gl.arange(0, ROWS, layout=LAYOUT), kept, KIND)
+    keep = is_kept(0, kept, KIND, ROWS, LAYOUT)
     own.store(gl.where(keep, old, gl.zeros_like(old)))
