@@ -53,10 +53,10 @@ def h200(*names: str) -> list[Row]:
     return read(*(f"h200/{name}" for name in names))
 
 
-def h200_folder(name: str) -> list[Row]:
-    """The same, of all files in a folder; none before it was measured."""
-    files = sorted((RESULTS / "h200" / name).glob("*.csv"))
-    rows = h200(*(f"{name}/{file.stem}" for file in files))
+def of_preset(name: str) -> list[Row]:
+    """The same, of all files in a preset's folder of one machine; none before it was measured."""
+    files = sorted(RESULTS.glob(f"*/{name}/*.csv"))
+    rows = read(*(str(file.relative_to(RESULTS).with_suffix("")) for file in files))
     for row in rows:
         if row["provider"] == "sdpa" and row["backend"]:  # the peer that has its own name
             row["provider"] += f"-{row['backend']}"
@@ -118,7 +118,7 @@ def h100_table(direction: str) -> str:
 
 def preset_block(name: str, key: str, lengths: tuple[int, ...], about: str) -> str:
     """The picture and the tables of a preset's folder, or how to measure it."""
-    rows = h200_folder(name)
+    rows = of_preset(name)
     if not rows:
         return f"Not measured yet: `python -m benchmarks --preset {name}`."
     parts = [

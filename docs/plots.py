@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from performance import NAMES, by_case, h200, h200_folder, mask
+from performance import NAMES, by_case, h200, mask, of_preset
 
 STATIC = Path(__file__).resolve().parent / "_static"
 THEMES = {"light": "#24292f", "dark": "#d0d7de"}  # text and axes; the ground is transparent
@@ -101,7 +101,7 @@ def memory() -> Figure:
 def against_length(name: str) -> Figure:
     """TFLOP/s of a preset's peers against length: full to the left, causal to the right."""
     column, passes = PRESETS[name]
-    rows = h200_folder(name)
+    rows = of_preset(name)
     kinds = dict.fromkeys(row[column] for row in rows)
     lines = list(product(passes, kinds))
     figure, grid = plt.subplots(
@@ -156,7 +156,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 def measured() -> list[str]:
     """The pictures for which there are numbers."""
-    return [name for name in PICTURES if name not in PRESETS or h200_folder(name)]
+    return [name for name in PICTURES if name not in PRESETS or of_preset(name)]
 
 
 def drawn(name: str, theme: str) -> str:
