@@ -544,7 +544,8 @@ def is_caught(error: Planted, copy: Path) -> tuple[bool, str]:
         path.write_text(before, encoding="utf-8")
     if done.returncode not in (0, 1):  # no test ran, or not the ones that are named
         raise RuntimeError(
-            f"{error.name}: pytest stopped with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"{error.name}: pytest stopped with {done.returncode}\n"
+            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     return done.returncode == 1, done.stdout
 

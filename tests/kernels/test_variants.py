@@ -21,6 +21,7 @@ from flashtile.backends.hopper.forward.plan import plan
 from flashtile.backends.hopper.shared.launch import readable
 from flashtile.backends.triton import launch as triton_launch
 from flashtile.backends.triton.plan import FEW_ROWS
+from flashtile.gpu.hardware import H100
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands
 
@@ -28,13 +29,12 @@ from .launches import launches
 from .unusual_layouts import Call, calls
 
 MOST = 4
-MULTIPROCESSORS = 132
 
 
 @pytest.fixture(autouse=True)
 def _a_gpu_of_usual_size(monkeypatch: pytest.MonkeyPatch):
-    for module in (triton_launch, hopper_buffers):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(triton_launch, "multiprocessors", lambda device: H100.multiprocessors)
+    monkeypatch.setattr(hopper_buffers, "gpu_of", lambda device: H100)
 
 
 def triton_launches(call: Call) -> list[Launch]:
@@ -55,7 +55,7 @@ def hopper_launches(call: Call) -> list[Launch]:
     new_tiles = hopper_forward.tile_list(problem, config, operands)
     tiles = next((allocate() for allocate in new_tiles), None)
     forward = hopper_forward.forward_launch(
-        problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles
+        problem, config, operands, out, lse, H100.multiprocessors, counter, tiles
     )
     return [
         *hopper_forward.with_list(problem, config, forward),

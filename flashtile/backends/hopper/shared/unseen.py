@@ -28,6 +28,8 @@ from .intrinsics import (
 )
 
 SPARE_MARKS = gl.constexpr(block_lists.SPARE_MARKS)
+# Triton 3.9, which has this name, spills less if it knows the length of `clear_rows`.
+HIDES_LENGTH = gl.constexpr(not hasattr(gluon, "aggregate"))
 
 
 class Kept(NamedTuple):
@@ -108,8 +110,8 @@ def is_kept(i, kept, KIND: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constex
 def clear_rows(x, kept, KIND: gl.constexpr):
     """Zero the rows of the tile `x` (rows, columns) that are not kept.
 
-    The compiler does not know the length of the loop, because it would unroll it: registers for
-    many rows at once would make the loop over blocks spill, although few blocks need them.
+    Triton 3.6 does not know the length of the loop, because it would unroll it: registers for many
+    rows at once would make the loop over blocks spill, although few blocks need them.
     """
     WIDTH: gl.constexpr = x.shape[1] if x.shape[1] < 64 else 64
     LAYOUT: gl.constexpr = rows_of_heads(WIDTH, CONSUMER_WARPS)
@@ -119,7 +121,8 @@ def clear_rows(x, kept, KIND: gl.constexpr):
     SHARED: gl.constexpr = shared_rows(WIDTH, rank=2)
     # Shared memory has 64 columns of all rows, then the next ones.
     pieces = recast(x, x.dtype, [PIECES, x.shape[0], WIDTH], SHARED)
-    for i in range(opaque_zero(kept.stop), PARTS * PIECES):
+    first = opaque_zero(kept.stop) if HIDES_LENGTH else 0
+    for i in range(first, PARTS * PIECES):
         parts = recast(pieces.index(i // PARTS), x.dtype, [PARTS, COUNT, WIDTH], SHARED)
         part = parts.index(i % PARTS)
         old = part.load(LAYOUT)
