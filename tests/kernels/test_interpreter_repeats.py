@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile.lru import clear_caches
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import generator, normal, rotary_tables
 
@@ -24,6 +25,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 import flashtile.ops.append.op  # noqa: F401  (defines the ops)
 from flashtile.backends import triton as backend
+from flashtile.backends.triton import plan
 from flashtile.gpu import relaunch
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import rotate_and_append
@@ -135,9 +137,14 @@ def test_repeated_appends_write_the_new_tokens(repeats: list[Launch], seed: int)
         assert len(repeats) == 1
 
 
-def test_gradients_of_a_cache_are_kernels_of_their_own(repeats: list[Launch]):
+@pytest.mark.parametrize(("short", "launches"), [(0, 3), (plan.SHORT, 1)])
+def test_gradients_of_a_cache_are_kernels_of_their_own(
+    short: int, launches: int, repeats: list[Launch], monkeypatch: pytest.MonkeyPatch
+):
     """They are float32 until rows that are shared are added up, in a call that is else the same as
     one over keys without pages."""
+    monkeypatch.setattr(plan, "SHORT", short)
+    clear_caches()
     q, dout = torch.randn(2, 2, 3, 2, 16, dtype=torch.float16)
     k, v = torch.randn(2, 4, 16, 2, 16, dtype=torch.float16)
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
@@ -147,7 +154,7 @@ def test_gradients_of_a_cache_are_kernels_of_their_own(repeats: list[Launch]):
         before = len(repeats)
         problem = AttentionProblem.of(operands, Options(3, 32, 0.25))
         backend.backward(problem, operands, q, torch.zeros(2, 2, 3), dout, None)
-        assert len(repeats) - before == 3
+        assert len(repeats) - before == launches
 
 
 @pytest.mark.parametrize(
