@@ -28,8 +28,6 @@ from .intrinsics import (
 )
 
 SPARE_MARKS = gl.constexpr(block_lists.SPARE_MARKS)
-# Triton 3.9, which has this name, spills less if it knows the length of `clear_rows`.
-HIDES_LENGTH = gl.constexpr(not hasattr(gluon, "aggregate"))
 
 
 class Kept(NamedTuple):
@@ -107,11 +105,11 @@ def is_kept(i, kept, KIND: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
-def clear_rows(x, kept, KIND: gl.constexpr):
+def clear_rows(x, kept, KIND: gl.constexpr, IS_UNROLLED: gl.constexpr = False):
     """Zero the rows of the tile `x` (rows, columns) that are not kept.
 
-    Triton 3.6 does not know the length of the loop, because it would unroll it: registers for many
-    rows at once would make the loop over blocks spill, although few blocks need them.
+    Unless the loop IS_UNROLLED, the compiler does not know its length: registers for many rows at
+    once would make the loop over blocks spill, although few blocks need them.
     """
     WIDTH: gl.constexpr = x.shape[1] if x.shape[1] < 64 else 64
     LAYOUT: gl.constexpr = rows_of_heads(WIDTH, CONSUMER_WARPS)
@@ -121,7 +119,7 @@ def clear_rows(x, kept, KIND: gl.constexpr):
     SHARED: gl.constexpr = shared_rows(WIDTH, rank=2)
     # Shared memory has 64 columns of all rows, then the next ones.
     pieces = recast(x, x.dtype, [PIECES, x.shape[0], WIDTH], SHARED)
-    first = opaque_zero(kept.stop) if HIDES_LENGTH else 0
+    first = 0 if IS_UNROLLED else opaque_zero(kept.stop)
     for i in range(first, PARTS * PIECES):
         parts = recast(pieces.index(i // PARTS), x.dtype, [PARTS, COUNT, WIDTH], SHARED)
         part = parts.index(i % PARTS)
