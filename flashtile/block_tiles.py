@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 from .autocast import autocast_off
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
+# Marks after those of a mask's keys: a kernel's block that starts before the last key reads no
+# others.
+SPARE_MARKS = 128
 
 # Elements that are evaluated at once. A function's temporaries may be int64: 8 MiB and 128 MiB.
 CPU_ELEMENTS, GPU_ELEMENTS = 2**20, 2**24

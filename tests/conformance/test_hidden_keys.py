@@ -131,7 +131,11 @@ def test_options_that_hide(name, dtype, backend, seed):
     check(inputs, reference.probs, backend=backend, **options)
 
 
-@pytest.mark.parametrize("options", ["nothing", "causal", "softcap", "scale", "block mask"])
+@pytest.mark.parametrize(
+    "options",
+    ["nothing", "causal", "softcap", "scale", hiding_block_mask(1, 15, "nothing")],
+    ids=lambda x: x if isinstance(x, str) else "block mask",
+)
 @pytest.mark.parametrize("rows", [1, 19, 300])
 def test_bool_masks(rows, options, backend, seed):
     """Masks of one row and of one tile become a bias of -inf, others a block mask."""

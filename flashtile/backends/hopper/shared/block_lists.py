@@ -16,13 +16,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ....block_tiles import SPARE_MARKS
 from ....lru import Memo
 from ....masks import FULL, PARTIAL
 from ....problem import AttentionProblem, Operands
 
 MOST_ELEMENTS = 2**26  # of a mask, looked at together
-# Marks after those of a mask's keys: a block that starts before the last key reads no others.
-SPARE_MARKS = 128
 
 # Tiles of bits that every list may use: all keys visible, and none. The mask's own tiles follow.
 ALL, NONE, OWN = 0, 1, 2

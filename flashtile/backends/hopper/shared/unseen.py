@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import block_lists
+from .... import block_tiles
 from .intrinsics import (
     CONSUMER_WARPS,
     opaque_zero,
@@ -27,7 +27,7 @@ from .intrinsics import (
     shared_value,
 )
 
-SPARE_MARKS = gl.constexpr(block_lists.SPARE_MARKS)
+SPARE_MARKS = gl.constexpr(block_tiles.SPARE_MARKS)
 
 
 class Kept(NamedTuple):
