@@ -7,6 +7,7 @@ FLASHTILE_ALL_CONFIGURATIONS=1 takes every head dim, dtype and option.
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -65,23 +66,24 @@ SPILLS = {
     "dropout": 464 if NEWER else 148,
     "dropout and more": 780 if NEWER else 168,
 }
-# Loads and stores of such bytes a step, in a loop over blocks without masks, with the oldest
-# release of Triton: newer assemblers move registers about, and the record of compiled kernels has
-# what they make.
+# Loads and stores of such bytes a step, in a loop over blocks without masks. Where the newest
+# release has no limit, clearing hidden rows added 1 to 12; the record of compiled kernels has the
+# numbers.
+NO_LIMIT = sys.maxsize
 RELOADS = {
-    "any": 0,
-    "short loops": 1,
-    "block mask 64": 3,
-    "block mask 96": 0,
-    "block mask alibi": 0,
-    "spans": 3,
-    "packed 64": 0,
-    "packed 96": 0,
-    "packed 128": 2,
-    "packed parts": 2,
-    "packed 256": 1,
-    "dropout": 6,
-    "dropout and more": 15,
+    "any": 6 if NEWER else 0,
+    "short loops": NO_LIMIT if NEWER else 1,
+    "block mask 64": 6 if NEWER else 3,
+    "block mask 96": 8 if NEWER else 0,
+    "block mask alibi": 18 if NEWER else 0,
+    "spans": NO_LIMIT if NEWER else 3,
+    "packed 64": 10 if NEWER else 0,
+    "packed 96": 8 if NEWER else 0,
+    "packed 128": 11 if NEWER else 2,
+    "packed parts": NO_LIMIT if NEWER else 2,
+    "packed 256": 6 if NEWER else 1,
+    "dropout": 47 if NEWER else 6,
+    "dropout and more": 70 if NEWER else 15,
 }
 
 Call = tuple[Operands, Options]
@@ -181,8 +183,7 @@ def check(
         assert found.spilled <= spills
         for block in found.blocks:
             found_reloads = block.count("LDL") + block.count("STL")
-            is_counted = not NEWER and (counts_masked or not block.count("FSEL"))
-            assert not is_counted or found_reloads <= reloads
+            assert (block.count("FSEL") and not counts_masked) or found_reloads <= reloads
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
