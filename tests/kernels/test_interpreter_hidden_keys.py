@@ -30,8 +30,7 @@ from .cases import Call, Make, by_distance, dense, dropped, many_operations, sco
 from .compare import everything
 
 FIRST = 20  # all masks here hide the keys before this one
-SIZES = {"B": 2, "M": 37, "N": 100, "Hq": 4, "Hk": 2, "D": 16}
-ONE = SIZES | {"M": 1}
+SIZES = {"B": 1, "M": 37, "N": 100, "Hq": 2, "Hk": 1, "D": 16}
 
 
 def seen(g: torch.Generator, *shape: int) -> torch.Tensor:
@@ -45,11 +44,11 @@ def masked(options: Callable[..., dict[str, Any]], **sizes: int) -> Make:
 
 
 def block_mask(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    return {"block_mask": BlockMask.from_dense(seen(g, 2, 4, 37), (32, 32))}
+    return {"block_mask": BlockMask.from_dense(seen(g, 1, 2, 37), (32, 32))}
 
 
 def spans(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    starts = torch.randint(FIRST, 60, (2, 4, 37, 2), generator=g, dtype=torch.int32)
+    starts = torch.randint(FIRST, 60, (1, 2, 37, 2), generator=g, dtype=torch.int32)
     return {"mask": Spans(starts, starts + 15)}
 
 
@@ -58,14 +57,17 @@ CASES: dict[str, Make] = {
     "window before the query": masked(lambda g, t: {"window_size": (90, -20)}, M=100),
     "chunk": masked(lambda g, t: {"attention_chunk": 50, "causal": True}),
     "block mask": masked(block_mask),
+    "block mask of each sequence": masked(
+        lambda g, t: {"block_mask": BlockMask.from_dense(seen(g, 2, 2, 37), (32, 32))}, B=2
+    ),
     "block mask, biases by distance": by_distance(masked(block_mask)),
     "block mask and bias": masked(
-        lambda g, t: block_mask(g, t) | {"bias": additive(seen(g, 2, 1, 37)), "softcap": 3.0}
+        lambda g, t: block_mask(g, t) | {"bias": additive(seen(g, 1, 1, 37)), "softcap": 3.0}
     ),
     "spans": dropped(masked(spans)),
     "spans and score function": scored(masked(spans), many_operations),
     "bias of one query": masked(
-        lambda g, t: {"bias": additive(seen(g, 2, 4, 1)), "alibi_slopes": alibi_slopes(g, 4)}, M=1
+        lambda g, t: {"bias": additive(seen(g, 1, 2, 1)), "alibi_slopes": alibi_slopes(g, 2)}, M=1
     ),
 }
 
@@ -104,21 +106,21 @@ def half_seen(g: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def half_spans(g: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
-    stops = half_seen(g, 2, 4, 37).sum(-1, keepdim=True, dtype=torch.int32)
+    stops = half_seen(g, 1, 2, 37).sum(-1, keepdim=True, dtype=torch.int32)
     return {"mask": Spans(torch.zeros_like(stops), stops)}
 
 
 # In each call some query sees no key.
 DEAD: dict[str, Make] = {
     "causal": dropped(masked(lambda g, t: {"causal": True}, M=70, N=37)),
-    "causal, sink": masked(lambda g, t: {"causal": True, "sink": normal(g, 4)}, M=70, N=37),
+    "causal, sink": masked(lambda g, t: {"causal": True, "sink": normal(g, 2)}, M=70, N=37),
     "causal, biases by distance": by_distance(masked(lambda g, t: {"causal": True}, M=70, N=37)),
     "window before the query": masked(lambda g, t: {"window_size": (90, -80), "softcap": 2.0}),
     "block mask": masked(
-        lambda g, t: {"block_mask": BlockMask.from_dense(half_seen(g, 2, 4, 37), (32, 32))}
+        lambda g, t: {"block_mask": BlockMask.from_dense(half_seen(g, 1, 2, 37), (32, 32))}
     ),
     "spans and score function": scored(masked(half_spans), many_operations),
-    "bias": masked(lambda g, t: {"bias": additive(half_seen(g, 2, 4, 37))}),
+    "bias": masked(lambda g, t: {"bias": additive(half_seen(g, 1, 2, 37))}),
 }
 
 
