@@ -93,7 +93,8 @@ def attention(
             modules (PyTorch's `nn.MultiheadAttention` means the opposite). Padding may be on the
             left, on the right or in between; it does not shift positions.
         dropout_p: rate in [0, 1) at which attention probabilities are dropped; those that are kept
-            are scaled by ``1 / (1 - p)``.
+            are scaled by ``1 / (1 - p)``, with p rounded to a multiple of 1/256 or, below 1/16, of
+            2**-16.
         seqused_q, seqused_k: (batch,) int32, number of valid tokens of each sequence, counted from
             its start; the others are padding.
         q_descale, k_descale, v_descale: (batch, kv_heads) float32, scales by which float8 inputs

@@ -3,12 +3,17 @@
 Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a pure function
 from a counter and a key to four 32-bit words. Seven rounds, which flash-attention uses as well, are
 the fewest that pass all tests of BigCrush (their table 2); with ten, the loop of the Triton forward
-has 22 % more instructions. The counter of a score is (key // 4, query, head, batch) and its lane
-is ``key % 4``, so the mask depends only on the coordinates: not on the tile size, the device, or
-how sequences are packed.
-The key is one Philox block of (seed, offset), so neighbouring seeds give unrelated masks.
+has 22 % more instructions. The key is one Philox block of (seed, offset), so neighbouring seeds
+give unrelated masks.
 
-An element is kept when its word is below ``keep_threshold(p)``, so p is exact to 2**-32.
+The 16 bytes of a block are random numbers of 16 scores: those of one query and of the keys
+64 i + 8 e + 2 c and 64 i + 8 e + 2 c + 1, for e = 0 to 7. The counter is (4 i + c, query, head,
+batch), and bytes 2 e and 2 e + 1 are of these keys. In the result of a product of tensor cores, one
+thread has exactly these scores of a query. So the mask depends only on the coordinates: not on the
+tile size, the device, or how sequences are packed.
+
+A score is kept if its number is at least ``first_kept(p)``. Where 256 numbers are too few for p, a
+second block gives the scores eight lower bits each.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ ROUNDS = 7
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
+
+BLOCK_KEYS = 64  # keys whose scores of a query belong to the same four Philox blocks
+LOWER_BITS = 2**30  # added to the counter's first word: the block of the lower bytes
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -69,17 +77,26 @@ def philox_key(rng_state: Tensor) -> tuple[Tensor, Tensor]:
     return words[0], words[1]
 
 
-def keep_threshold(dropout_p: float) -> int:
-    """Words below this number are kept: ``round((1 - p) * 2**32)``, at least 1."""
-    return max(round((1.0 - dropout_p) * 2**32), 1)
-
-
-def last_kept_word(dropout_p: float) -> int:
-    """The largest word that is kept, as the int32 of the same bits: kernels are compiled for the
-    types of their arguments, and this type is the same for every p.
+def random_bits(dropout_p: float) -> int:
+    """The bits of a score's random number: 8 as in flash-attention, or 16 where rounding p to a
+    multiple of 1/256 would change it by more than a 32nd.
     """
-    last = keep_threshold(dropout_p) - 1
-    return last - 2**32 if last >= 2**31 else last
+    return 8 if dropout_p >= 1 / 16 or (256 * dropout_p).is_integer() else 16
+
+
+def first_kept(dropout_p: float) -> int:
+    """The least number that is kept: p in units of the least probability, rounded to the nearest,
+    but some number is always kept.
+    """
+    numbers = 2 ** random_bits(dropout_p)
+    return min(round(dropout_p * numbers), numbers - 1)
+
+
+def keep_rate(dropout_p: float) -> float:
+    """The probability with which a score is kept, 1 - p but for the rounding of `first_kept`. What
+    is kept is divided by it, so that the output's mean is exact.
+    """
+    return 1.0 - first_kept(dropout_p) / 2 ** random_bits(dropout_p)
 
 
 def keep_mask(rng_state: Tensor, dropout_p: float, *coordinates: Tensor) -> Tensor:
@@ -104,18 +121,23 @@ def keep_mask_of_key(
             index of the sequence, and queries and keys count from its start, so packed and dense
             calls agree.
     """
-    # One counter gives four words, for four neighbouring keys.
-    groups, group_of_key = torch.unique(keys // 4, return_inverse=True)
-    counter = (
-        groups[None, None, None, :],
-        queries[None, None, :, None],
-        heads[None, :, None, None],
-        batch[:, None, None, None],
-    )
-    threshold = keep_threshold(dropout_p)
-    kept = torch.stack([word < threshold for word in philox4x32(counter, key)], dim=-1).flatten(-2)
-    columns = 4 * group_of_key + keys % 4
+    blocks, block_of_key = torch.unique(keys // BLOCK_KEYS, return_inverse=True)
+    groups = (4 * blocks[:, None] + torch.arange(4, device=keys.device)).flatten()
+    others = queries[None, None, :, None], heads[None, :, None, None], batch[:, None, None, None]
+    numbers = _bytes(philox4x32((groups[None, None, None, :], *others), key))
+    if random_bits(dropout_p) == 16:
+        lower = _bytes(philox4x32((groups[None, None, None, :] + LOWER_BITS, *others), key))
+        numbers = 256 * numbers.int() + lower
+    # (batch, heads, queries, blocks, 4, 8 pairs); it takes a twentieth of the time to move pairs
+    pairs = (numbers >= first_kept(dropout_p)).view(torch.int16).unflatten(-2, (-1, 4))
+    kept = pairs.transpose(-2, -1).flatten(-3).view(torch.bool)
+    columns = BLOCK_KEYS * block_of_key + keys % BLOCK_KEYS
     first = int(columns[0]) if len(keys) > 0 else 0
     if torch.equal(columns, torch.arange(first, first + len(keys), device=keys.device)):
         return kept.narrow(-1, first, len(keys))  # takes a tenth of the time of an index
     return kept[..., columns]
+
+
+def _bytes(words: Words) -> Tensor:
+    """The 16 bytes of each block, the lowest of a word first: uint8 (..., 16)."""
+    return torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8)

@@ -165,8 +165,8 @@ class AttentionProblem(NamedTuple):
     runs: int = 0  # most runs of positions in a sequence; 0 where tensors hold whole sequences
     # Dropout and score functions count by `sequences` and `first_head`.
     has_sequences: bool = False
-    # Runs of keys begin at multiples of four, so that dropout finds its groups of four keys whole.
-    has_key_groups: bool = False
+    # Runs of keys begin at multiples of `dropout.BLOCK_KEYS`: dropout finds its blocks whole.
+    has_key_blocks: bool = False
     spans: int = 0  # intervals of keys of each query (`Spans`); 0 without such a mask
     relative_distance: int | None = None  # R of `relative_bias`; None without one
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.

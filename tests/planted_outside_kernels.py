@@ -292,10 +292,10 @@ DISTRIBUTED = [
         "tests/distributed/test_context.py -k test_every_option_with_heads_in_turns",
     ),
     Planted(
-        "keys that end inside a group do not travel",
-        "whole_groups",
-        "(start // 4 * 4, -(-stop // 4) * 4)",
-        "(start // 4 * 4, stop // 4 * 4)",
+        "keys that end inside a block do not travel",
+        "whole_blocks",
+        "-(-stop // BLOCK_KEYS) * BLOCK_KEYS",
+        "stop // BLOCK_KEYS * BLOCK_KEYS",
         "tests/distributed/test_schedule.py -k test_every_visible_score",
     ),
     Planted(

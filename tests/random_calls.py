@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashtile import BlockMask, Spans
+from flashtile.dropout import keep_rate
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEADS = ((4, 2), (3, 3), (4, 1), (6, 2), (1, 1))
@@ -356,7 +357,7 @@ def meaning(call: RandomCall, given: dict[str, Any], keep: Tensor | None = None)
         p = s.softmax(-1).masked_fill(sees_nothing, 0)[..., : len(keys)].masked_fill(~seen, 0)
         kept = p
         if keep is not None:
-            kept = p * keep[b, :, : p.shape[1], : p.shape[2]] / (1 - call.options["dropout_p"])
+            kept = p * keep[b, :, : p.shape[1], : p.shape[2]] / keep_rate(call.options["dropout_p"])
         out[rows.queries] = torch.einsum("hmn,nhd->mhd", kept, values)
         lse[rows.queries] = s.logsumexp(-1).masked_fill(sees_nothing[..., 0], -torch.inf).T
         probabilities.append((p, kept))

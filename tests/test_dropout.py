@@ -15,11 +15,12 @@ from torch._functorch import config
 import flashtile
 from flashtile import attention, attention_varlen
 from flashtile.dropout import (
+    first_kept,
     keep_mask,
-    keep_threshold,
-    last_kept_word,
+    keep_rate,
     philox4x32,
     philox_key,
+    random_bits,
 )
 from flashtile.rng_state import draw_rng_state
 from flashtile.testing import generator, normal
@@ -32,17 +33,22 @@ KNOWN_ANSWERS = [
     "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 4dfccaba 190a87f0 c47362ba b6b5242a",
 ]
 
-# (1 - p) 2^32, rounded: worked out in decimal.
-THRESHOLDS = {
-    0.0: 4294967296,
-    0.5: 2147483648,
-    0.25: 3221225472,
-    0.1: 3865470566,  # ...566.4
-    0.3: 3006477107,  # ...107.2
-    0.17: 3564822856,  # ...855.68
-    2.0**-32: 4294967295,
-    1 - 2.0**-32: 1,
-    1 - 2.0**-40: 1,  # never 0: words are compared with the last one that is kept
+# The bits of a number and the least one that is kept, worked out in decimal.
+NUMBERS = {
+    0.0: (8, 0),
+    0.5: (8, 128),
+    0.25: (8, 64),
+    1 / 256: (8, 1),
+    0.1: (8, 26),  # 25.6
+    0.3: (8, 77),  # 76.8
+    0.0625: (8, 16),
+    0.999: (8, 255),  # 255.7, but some number is kept
+    1 - 2.0**-40: (8, 255),
+    0.05: (16, 3277),  # 3276.8
+    0.02: (16, 1311),  # 1310.7
+    0.0624: (16, 4089),  # 4089.4
+    2.0**-16: (16, 1),
+    1e-6: (16, 0),
 }
 
 
@@ -66,12 +72,24 @@ def test_philox_gives_the_published_answers(line):
     assert plain_philox(counter, key) == answer
 
 
-@pytest.mark.parametrize("p", THRESHOLDS)
-def test_threshold(p):
-    assert keep_threshold(p) == THRESHOLDS[p]
-    last = last_kept_word(p)
-    assert -(2**31) <= last < 2**31
-    assert last % 2**32 == THRESHOLDS[p] - 1
+def plain_number(n, query, head, b, key, bits):
+    """The random number of a score, in Python's integers: the byte of key `n` in the block that its
+    column pair of 64 keys has, and the same byte of a second block below it.
+    """
+    e, column = n % 64 // 8, n % 8
+    number = 0
+    for added in (0, 2**30)[: bits // 8]:
+        words = plain_philox((n // 64 * 4 + column // 2 + added, query, head, b), key)
+        number = 256 * number + words[e // 2] // 256 ** (e % 2 * 2 + column % 2) % 256
+    return number
+
+
+@pytest.mark.parametrize("p", NUMBERS)
+def test_numbers(p):
+    bits, first = NUMBERS[p]
+    assert (random_bits(p), first_kept(p)) == (bits, first)
+    assert keep_rate(p) == 1 - first / 2**bits
+    assert abs(1 - keep_rate(p) - p) <= max(p / 32, 2**-17) or p > 255 / 256
 
 
 def test_key_is_a_block_of_seed_and_offset():
@@ -82,13 +100,13 @@ def test_key_is_a_block_of_seed_and_offset():
     assert tuple(int(word) for word in key) == wanted[:2]
 
 
-ADJACENT_KEYS = [range(8), range(1), range(3, 4), range(5, 18), range(8, 11), range(7, 7)]
+ADJACENT_KEYS = [range(128), range(1), range(3, 4), range(5, 150), range(64, 70), range(7, 7)]
 
 
-@pytest.mark.parametrize("keys", [*ADJACENT_KEYS, [6, 7, 20, 21, 22], [3, 3, 0, 9], [2, 1]])
-def test_mask_is_a_function_of_the_coordinates(keys, seed):
-    """Every element by hand: the word of (key // 4, query, head, batch), lane key % 4."""
-    p = 0.3
+@pytest.mark.parametrize("p", [0.3, 0.02])
+@pytest.mark.parametrize("keys", [*ADJACENT_KEYS, [60, 61, 190, 66], [3, 3, 0, 900], [2, 1]])
+def test_mask_is_a_function_of_the_coordinates(keys, p, seed):
+    """Every element by hand."""
     state = draw_rng_state(torch.device("cpu"), generator(seed))
     key = plain_philox(
         (int(state[1]) % 2**32, int(state[1]) >> 32, 0, 0),
@@ -98,23 +116,57 @@ def test_mask_is_a_function_of_the_coordinates(keys, seed):
     columns = torch.tensor(list(keys), dtype=torch.int64)
     mask = keep_mask(state, p, batch, heads, queries, columns)
     assert mask.shape == (2, 2, 3, len(keys))
+    bits, first = NUMBERS[p]
     for ib, b in enumerate(batch.tolist()):
         for ih, h in enumerate(heads.tolist()):
             for iq, q in enumerate(queries.tolist()):
-                words = [plain_philox((n // 4, q, h, b), key)[n % 4] for n in keys]
-                assert mask[ib, ih, iq].tolist() == [word < THRESHOLDS[p] for word in words]
+                numbers = [plain_number(n, q, h, b, key, bits) for n in keys]
+                assert mask[ib, ih, iq].tolist() == [number >= first for number in numbers]
 
 
-def test_a_word_below_the_threshold_is_kept_and_one_equal_to_it_is_not(seed):
-    """``1 - word / 2**32`` is exact, so every word of a block can be the threshold itself."""
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_number_below_the_first_one_is_dropped_and_one_equal_to_it_is_kept(bits, seed):
+    """``number / 2**bits`` is exact, so any number that `bits` decide can be the first one."""
     state = draw_rng_state(torch.device("cpu"), generator(seed))
-    zero = torch.zeros(1, dtype=torch.int64)
-    block = philox4x32((zero, zero, zero, zero), philox_key(state))
-    for lane, word in enumerate(int(x) for x in block):
-        for threshold in (word, word + 1):
-            p = 1 - threshold / 2**32
-            assert keep_threshold(p) == threshold
-            assert keep_mask(state, p, zero, zero, zero, zero + lane).item() == (word < threshold)
+    zero, keys = torch.zeros(1, dtype=torch.int64), torch.arange(2048)
+    key = tuple(map(int, philox_key(state)))
+    tried = 0
+    for n in keys.tolist():
+        number = plain_number(n, 0, 0, 0, key, bits)
+        for first in (number, number + 1):
+            p = first / 2**bits
+            if p < 1 and random_bits(p) == bits:
+                assert first_kept(p) == first
+                kept = keep_mask(state, p, zero, zero, zero, keys[n : n + 1])
+                assert kept.item() == (number >= first)
+                tried += 1
+    assert tried > 100
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.02])
+def test_scores_are_dropped_independently(p, seed):
+    """The share of kept scores, of each byte of a block, and of pairs of scores that a block, or
+    neighbouring blocks, heads, sequences and seeds have, within 8 standard deviations.
+    """
+    dropped = 1 - keep_rate(p)
+    state = draw_rng_state(torch.device("cpu"), generator(seed))
+    sizes = (2, 3, 64, 1024)
+    kept = keep_mask(state, p, *map(torch.arange, sizes))
+    other = keep_mask(state + 1, p, *map(torch.arange, sizes))
+
+    def is_near(events, probability):
+        n = events.numel()
+        assert abs(events.double().mean() - probability) < 8 * (probability / n) ** 0.5
+
+    is_near(~kept, dropped)
+    for n in range(64):
+        is_near(~kept[..., n::64], dropped)
+    both = dropped**2
+    for dim in range(4):
+        is_near((~kept).narrow(dim, 1, sizes[dim] - 1) & ~kept.narrow(dim, 0, sizes[dim] - 1), both)
+    for distance in (2, 8, 16, 64):
+        is_near(~kept[..., distance:] & ~kept[..., :-distance], both)
+    is_near(~kept & ~other, both)
 
 
 def test_a_call_drops_by_the_coordinates_of_many_heads_and_sequences(seed):
@@ -129,13 +181,12 @@ def test_a_call_drops_by_the_coordinates_of_many_heads_and_sequences(seed):
     (dv,) = torch.autograd.grad(out.sum(), v)
     torch.manual_seed(seed)
     key = tuple(int(x) for x in philox_key(draw_rng_state(torch.device("cpu"))))
-    words = [
-        word
-        for counter in product(range(B), range(M), range(H), range(N // 4))
-        for word in plain_philox((counter[3], counter[1], counter[2], counter[0]), key)
+    numbers = [
+        plain_number(n, i, h, b, key, 8)
+        for b, i, h, n in product(range(B), range(M), range(H), range(N))
     ]
-    kept = torch.tensor(words).view(out.shape) < THRESHOLDS[p]
-    torch.testing.assert_close(out, kept / (N * (1 - p)))
+    kept = torch.tensor(numbers).view(out.shape) >= NUMBERS[p][1]
+    torch.testing.assert_close(out, kept / (N * keep_rate(p)))
     torch.testing.assert_close(dv, out.sum(1).mT[..., None].expand_as(dv))
 
 

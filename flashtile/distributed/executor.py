@@ -21,6 +21,7 @@ from ..autocast import autocast_off
 from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
+from ..dropout import BLOCK_KEYS
 from ..ops.merge.formula import merge
 from ..positions import Span
 from ..problem import (
@@ -385,10 +386,12 @@ def _problem(
             max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
             first_head=plan.first_head + step.query_heads.start,
         )
-        groups = options.dropout_p > 0 and all(p.begin_at_multiples(4) for p in step.stage.keys)
+        blocks = options.dropout_p > 0 and all(
+            p.begin_at_multiples(BLOCK_KEYS) for p in step.stage.keys
+        )
         problem = AttentionProblem.of(operands, options)._replace(
             is_partial=is_selected_as_partial,
-            has_key_groups=groups,
+            has_key_blocks=blocks,
             reserved_processors=plan.reserved_processors,
             needs_grad=needs_grad,
             bias_needs_grad=bias_needs_grad,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..dropout import BLOCK_KEYS
 from ..lru import memoised
 from ..masks import Visibility
 from ..positions import Positions, Span
@@ -169,7 +170,7 @@ def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Needs
         hulls: list[Span] = []
         for start, stop in queries.spans(rank, document):
             # Neither end of the visible keys moves left from one query to the next.
-            hull = whole_groups(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
+            hull = whole_blocks(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
             hulls += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
         seen[document] = _intersection(((0, length),), hulls)
     return seen
@@ -202,10 +203,12 @@ def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[in
     return counts
 
 
-def whole_groups(start: int, stop: int) -> Span:
-    """The groups of four keys, which share a block of random numbers, that have some of
-    ``[start, stop)``. GPUs compute dropout faster where no group is divided."""
-    return (start // 4 * 4, -(-stop // 4) * 4) if start < stop else (start, stop)
+def whole_blocks(start: int, stop: int) -> Span:
+    """The blocks of keys, which share random numbers, that have some of ``[start, stop)``. GPUs
+    compute dropout faster where no block is divided."""
+    if start >= stop:
+        return start, stop
+    return start // BLOCK_KEYS * BLOCK_KEYS, -(-stop // BLOCK_KEYS) * BLOCK_KEYS
 
 
 def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:

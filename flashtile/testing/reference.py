@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dropout import keep_rate
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from ..spans import Spans
 from .visibility import WindowSize, dense_block_mask, dense_spans, visible_keys
@@ -66,7 +67,7 @@ class ScoreRule(NamedTuple):
     bias: Tensor | None
     hidden: Tensor  # bool
     sink: Tensor | None  # the score of one more key, whose value is zero
-    factor: Tensor  # of dropout: 0, or 1 / (1 - p)
+    factor: Tensor  # of dropout: 0, or 1 / `keep_rate`
     function: Callable[[Tensor], Tensor] | None = None  # of the scores, after the softcap
     relative_bias: RelativeBias | None = None
 
@@ -181,7 +182,7 @@ def attention_reference(
     factor = torch.ones(1, 1, 1, 1, dtype=compute_dtype)
     if dropout_p > 0:
         assert keep is not None, "the reference takes the dropout mask, it does not draw one"
-        factor = keep.to(compute_dtype) / (1 - dropout_p)
+        factor = keep.to(compute_dtype) / keep_rate(dropout_p)
 
     p = torch.arange(M)[None, :, None] + (n_used - m_used)[:, None, None]
     distance = (torch.arange(N) - p)[:, None]  # (B, 1, M, N)

@@ -136,8 +136,8 @@ def test_buffers_hold_the_keys_in_the_order_of_their_positions() -> None:
 def test_a_window_fetches_its_halo_only() -> None:
     holders = partition.contiguous([1024], 4, 128)
     made = schedule(holders, holders, (Window(99, 0),), rank=2)
-    # 99 keys, which lie in 25 groups of four
-    assert [(message.peer, message.rows) for message in made.stages[0].receives] == [(1, 100)]
+    # 99 keys, which lie in 2 blocks of 64
+    assert [(message.peer, message.rows) for message in made.stages[0].receives] == [(1, 128)]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_window_fetches_its_halo_only() -> None:
         ([(2, 6)], False),
     ],
 )
-def test_runs_that_begin_at_groups_of_four(spans: list[tuple[int, int]], whole: bool) -> None:
+def test_runs_that_begin_at_multiples(spans: list[tuple[int, int]], whole: bool) -> None:
     assert Positions.of(spans).begin_at_multiples(4) == whole
 
 

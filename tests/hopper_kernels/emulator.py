@@ -13,6 +13,7 @@ its wait, or a generic store that no fence makes visible to products and copies,
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -247,6 +248,25 @@ class NamedBarriers:
 named_barriers = NamedBarriers()
 
 
+def kept_halves(asm: str, words: Tensor, lower: Tensor, first: Tensor) -> Tensor:
+    """In which halves two numbers are at least `first`, compared as float16: see
+    `dropout.kept_pairs`."""
+    (choice,) = re.findall(r"0x[0-9a-f]{4}", asm)
+    has_minimum = "min.u16x2" in asm
+    number: list[Any] = [0, 0]
+    for place, digit in enumerate(map(int, reversed(choice[2:]))):
+        source = words if digit < 4 else lower if "$2" in asm else torch.zeros_like(words)
+        number[place // 2] |= (source >> 8 * (digit % 4) & 0xFF) << 8 * (place % 2)
+    least = torch.as_tensor(first & 0xFFFF)
+    halves = [torch.minimum(x, least) if has_minimum else x for x in number]
+    kept = [as_float16(x) >= as_float16(least) for x in halves]
+    return tile(sum(x * (0xFFFF << 16 * half) for half, x in enumerate(kept)).to(torch.int32))
+
+
+def as_float16(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor).to(torch.int16).view(torch.float16)
+
+
 def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if asm.startswith("barrier.cta.sync"):
         number, threads = asm.removeprefix("barrier.cta.sync ").split(";")[0].split(", ")
@@ -258,6 +278,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         store_wait(0)
         arriving = context.arriving
         return scheduler.meet(lambda: not arriving)
+    if "set.ge.u32.f16x2" in asm:
+        return kept_halves(asm, *args)
     if "nanosleep" in asm:  # `after_products`
         return args[0]
     # Waits for the clock change nothing: any order of the threads is possible anyway.
@@ -318,6 +340,7 @@ LANGUAGE: dict[str, Any] = {
     "uint64": torch.int64,
     "philox": philox,
     "log2": lambda x: torch.log2(torch.as_tensor(x)),
+    "xor_sum": torch.sum,  # of numbers without common bits
     "join": lambda x, y: torch.stack([x, y], -1),
     "arange": lambda start, stop, layout=None: tile(torch.arange(start, stop)),
     "zeros": lambda shape, dtype, layout=None: tile(torch.zeros(shape, dtype=dtype)),

@@ -31,6 +31,7 @@ OF_LISTS = {"min": torch.amin, "max": torch.amax, "cumsum": torch.cumsum}
 SPARE = 5  # rows after the last sequence
 DROPOUT: dict[str, dict[str, Any]] = {  # calls with dropout, of two heads
     "alone": {"dropout_p": 0.4},
+    "numbers of 16 bits": {"dropout_p": 0.03},
     "nearly everything dropped": {"dropout_p": 0.99, "causal": True},
     "window": {"dropout_p": 0.1, "window_size": (60, 10)},
     "causal chunk": {"dropout_p": 0.1, "causal": True, "attention_chunk": 100},

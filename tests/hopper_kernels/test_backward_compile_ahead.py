@@ -82,7 +82,7 @@ RELOADS = {
     "packed 128": 11 if NEWER else 2,
     "packed parts": NO_LIMIT if NEWER else 2,
     "packed 256": 6 if NEWER else 1,
-    "dropout": 47 if NEWER else 6,
+    "dropout": 47 if NEWER else 7,
     "dropout and more": 70 if NEWER else 15,
 }
 

@@ -1,7 +1,7 @@
 """Dropout in the Hopper backward, run in PyTorch (`emulator.py`): the mask is that of
 `flashtile.dropout`, and the gradients are those of the reference with this mask.
 
-The emulator has no threads within a tile. Which thread draws which group of keys, and how threads
+The emulator has no threads within a tile. Which thread draws which block, and how threads
 exchange what they drew, is tested on GPUs.
 """
 

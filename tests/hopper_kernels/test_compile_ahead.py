@@ -195,13 +195,15 @@ def test_softcap_adds_fourteen_instructions_a_score():
 
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
-def test_dropout_draws_each_group_once():
-    """A thread draws its share of the groups of four keys, which is a quarter of its scores."""
+@pytest.mark.parametrize(("dropout_p", "bits"), [(0.1, 8), (0.03, 16)])
+def test_dropout_draws_each_number_once(dropout_p: float, bits: int):
+    """Without an exchange, a thread draws the Philox blocks of its own scores."""
     scores = 32  # of a thread in a block
-    draws = scores // 4
-    for block in report(launch_of(*drawn(dense(dropout_p=0.1)))).blocks:
+    draws = scores * bits // 128
+    for block in report(launch_of(*drawn(dense(dropout_p=dropout_p)))).blocks:
         assert block.count("IMAD.WIDE.U32") <= 2 * ROUNDS * draws
-        assert block.length <= INSTRUCTIONS[128] + 13 * scores
+        assert block.length <= 305 + 58 * draws + 2 * scores
+        assert block.count("BAR") <= 1
         assert spills_nothing(block)
 
 
@@ -245,8 +247,8 @@ def test_new_lengths_and_heads_compile_nothing_new():
 
 
 def test_new_probabilities_compile_nothing_new():
-    probabilities = (1e-9, 0.1, 0.4999, 0.5, 0.9, 1 - 2.0**-32)
-    assert len({key(launch_of(*drawn(dense(dropout_p=p)))) for p in probabilities}) == 1
+    for probabilities in ((1 / 256, 0.1, 0.4999, 0.5, 0.9, 1 - 2.0**-32), (1e-9, 0.01, 0.0624)):
+        assert len({key(launch_of(*drawn(dense(dropout_p=p)))) for p in probabilities}) == 1
 
 
 @pytest.mark.parametrize("option", ["packed", "lengths", "spans", "packed span"])

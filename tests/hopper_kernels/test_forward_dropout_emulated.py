@@ -1,8 +1,7 @@
 """Dropout in the Hopper forward, run in PyTorch (`emulator.py`): the mask is that of
 `flashtile.dropout`, and the result is that of the reference with this mask.
 
-The emulator has no threads within a tile. Which thread draws which group of keys, and how threads
-exchange what they drew, is tested on GPUs.
+The emulator has no threads within a tile. Which thread draws which block is tested on GPUs.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def test_spans(intervals: int, head_dim: int):
 
 
 @pytest.mark.parametrize("start", sample([71, 64, 101, 130], 2))
-def test_tiles_that_begin_inside_a_group_of_four_keys(start: int):
+def test_tiles_that_begin_inside_a_block_of_keys(start: int):
     """At head dim 64, with one interval for each query, a tile begins at the first key it sees."""
     starts = (start + torch.arange(290) // 3).int().view(1, 1, -1, 1)
     dense(6, sizes={"D": 64}, mask=Spans(starts, starts + 150), dropout_p=0.2)

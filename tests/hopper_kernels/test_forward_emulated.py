@@ -87,7 +87,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
         return 0
     if asm.startswith("cvt.rn"):
         dtype = torch.bfloat16 if "bf16x2" in asm else torch.float16
-        return torch.stack([x.to(dtype).as_subclass(Tensor) for x in args], -1).view(torch.int32)
+        pairs = torch.stack([x.to(dtype).as_subclass(Tensor) for x in args], -1)
+        return emulator.tile(pairs.view(torch.int32).squeeze(-1))
     if asm.startswith("mov.b32 {$0, $1}, $2"):
         return tuple(
             Bits(half) for half in args[0].view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)

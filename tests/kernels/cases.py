@@ -345,7 +345,8 @@ CASES: dict[str, Make] = (
         "block mask": block_mask((32, 64)),
         "causal block mask, one for all heads": block_mask((64, 32), causal=True, heads=1),
         "block mask of odd tiles": block_mask((24, 20), causal=True),
-        "dropout": dropped(dense(**SMALL)()),
+        "dropout": dropped(dense(**LARGER)()),
+        "rare dropout": dropped(dense(**LARGER)(), 0.03),
         "dropout of few queries": dropped(dense(**FEW)()),
         "packed dropout": dropped(packed),
     }

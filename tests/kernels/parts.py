@@ -28,8 +28,8 @@ NO_KEYS = (([(0, 10), (50, 60)], [(80, 90)]), ([(7, 90)], []))
 FEW_QUERIES = (([(40, 41), (88, 90)], [(70, 73)]), ([(0, 33), (50, 100)], [(1, 3), (9, 99)]))
 EQUAL = (([(0, 20), (70, 90)], [(30, 70)]), ([(10, 45), (60, 70)], [(0, 45)]))
 
-# Runs of keys begin at multiples of four.
-GROUPS = (([(3, 30), (60, 89)], [(38, 71)]), ([(0, 32), (40, 70)], [(4, 8), (12, 100)]))
+# Runs of keys begin at multiples of 64.
+BLOCKS = (([(3, 30), (60, 89)], [(38, 71)]), ([(64, 100)], [(0, 64)]))
 
 PARTS = {
     "full": (RAGGED, {}),
@@ -47,7 +47,9 @@ PARTS = {
     "spans": (RAGGED, {"mask": random_spans(generator(3), (B, 2, M, 2), N), "causal": True}),
     "softcap and sink": (RAGGED, {"softcap": 2.0, "sink": normal(generator(2), 2)}),
     "dropout": (RAGGED, {"causal": True, "dropout_p": 0.3}),
-    "dropout of groups": (GROUPS, {"window_size": (70, 0), "dropout_p": 0.3}),
+    "dropout of blocks": (BLOCKS, {"window_size": (70, 0), "dropout_p": 0.3}),
+    "rare dropout": (RAGGED, {"causal": True, "dropout_p": 0.03}),
+    "rare dropout of blocks": (BLOCKS, {"causal": True, "dropout_p": 0.03}),
     "dropout of few queries": (FEW_QUERIES, {"window_size": (40, 0), "dropout_p": 0.3}),
 }
 

@@ -79,8 +79,8 @@ def _gathered(parts: Parts, whole: Run) -> Run:
     ("name", "dtype"), one_kind_each(PARTS, DTYPES), ids=lambda x: str(x).removeprefix("torch.")
 )
 def test_parts_of_sequences(name: str, dtype: torch.dtype, seed: int):
-    has_key_groups = name == "dropout of groups"
-    assert_parts(make_parts(name, dtype, seed), dtype, seed, has_key_groups=has_key_groups)
+    has_key_blocks = name.endswith("of blocks")
+    assert_parts(make_parts(name, dtype, seed), dtype, seed, has_key_blocks=has_key_blocks)
 
 
 @pytest.mark.parametrize("name", ["causal", "softcap and sink", "dropout of few queries"])

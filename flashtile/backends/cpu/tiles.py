@@ -86,7 +86,7 @@ class TileProblem(NamedTuple):
     @property
     def keep(self) -> float:
         """The probability with which dropout keeps a weight."""
-        return 1.0 if self.dropout is None else 1.0 - self.dropout.p
+        return 1.0 if self.dropout is None else dropout.keep_rate(self.dropout.p)
 
 
 class TileGradients(NamedTuple):

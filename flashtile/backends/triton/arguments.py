@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dropout import last_kept_word
+from ...dropout import first_kept, keep_rate
 from ...gpu.rows import at_boundary, row_argument_names
 from ...masks import as_kernel_number
 from ...problem import AttentionProblem, NewTokens, Operands
@@ -50,7 +50,7 @@ class ScoreData(NamedTuple):
 
     scale: float
     softcap: float
-    drop_scale: float  # 1 / (1 - dropout_p)
+    drop_scale: float  # 1 / `dropout.keep_rate`
     alibi_ptr: Tensor | None
     alibi_batch: int
     # Per-head scales (B, Hk) or per-block scales of float8 inputs: see `scales.py`.
@@ -196,7 +196,7 @@ NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "page_columns", "left", "right", "chunk", "heads",
     "mask_rows",
-    "mask_columns", "last_kept",
+    "mask_columns", "first_kept",
 )  # fmt: skip
 # Tensors that are read by rows of any length, where alignment saves nothing.
 POINTERS = ("lse_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
@@ -225,7 +225,7 @@ def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
         "heads": problem.Hq,
         "mask_rows": 0 if kinds is None else kinds.shape[2],
         "mask_columns": 0 if kinds is None else kinds.shape[3],
-        "last_kept": last_kept_word(options.dropout_p),
+        "first_kept": first_kept(options.dropout_p),
     }
 
 
@@ -268,7 +268,7 @@ def score_of(problem: AttentionProblem, operands: Operands) -> ScoreData:
     return ScoreData(
         scale=options.softmax_scale,
         softcap=options.softcap,
-        drop_scale=1.0 / (1.0 - options.dropout_p),
+        drop_scale=1.0 / keep_rate(options.dropout_p),
         alibi_ptr=at_boundary(slopes),
         alibi_batch=0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         table_ptr=at_boundary(operands.relative_bias),

@@ -168,7 +168,7 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 def add_queries(
     dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0, keys,
     start_q, M, N, positions, b, h, mask,
-    score, blocks, last_kept, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
+    score, blocks, first_kept, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dK and dV: the queries [m0, m0 + BLOCK_M). Tiles of scores are transposed,
@@ -194,7 +194,7 @@ def add_queries(
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = tl.trans(kept(drop_key, last_kept, b, h, offs_m[:, None], n0, positions, cfg))
+        keep = tl.trans(kept(drop_key, first_kept, b, h, offs_m[:, None], n0, positions, cfg))
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
     p = recompute_p(
         qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
@@ -230,7 +230,7 @@ def key_gradient_kernel(
     dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
     dv_row, dv_head, pivot_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
     M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    last_kept, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
+    first_kept, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one key head, summed over the query heads of its group.
 
@@ -307,7 +307,7 @@ def key_gradient_kernel(
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
                 keys, start_q, M, N, positions, b, h, mask, score, blocks,
-                last_kept, drop_key, False, HAS_DK, HAS_DV, cfg,
+                first_kept, drop_key, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
             if HAS_LISTS:
@@ -317,7 +317,7 @@ def key_gradient_kernel(
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
                 keys, start_q, M, N, positions, b, h, mask, score, blocks,
-                last_kept, drop_key, True, HAS_DK, HAS_DV, cfg,
+                first_kept, drop_key, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
     if HAS_DK:
@@ -337,7 +337,7 @@ def key_gradient_kernel(
 def add_keys(
     dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start, stop,
     intervals, M, N, positions, b, h, score, blocks,
-    last_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+    first_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
@@ -360,7 +360,7 @@ def add_keys(
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = kept(drop_key, last_kept, b, h, rows, n0, positions, cfg)
+        keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     p = recompute_p(
         qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
@@ -382,7 +382,7 @@ def query_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, pivot_ptr,
     delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B, M, N, total_q, total_k,
-    page_columns, left, right, chunk, heads, mask_rows, mask_columns, last_kept,
+    page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
     IS_ADDED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries.
@@ -465,7 +465,7 @@ def query_gradient_kernel(
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start,
-            stop, intervals, M, N, positions, b, h, score, blocks, last_kept, drop_key, False,
+            stop, intervals, M, N, positions, b, h, score, blocks, first_kept, drop_key, False,
             cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
@@ -475,7 +475,7 @@ def query_gradient_kernel(
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
         dq_acc = add_keys(
             dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start,
-            stop, intervals, M, N, positions, b, h, score, blocks, last_kept, drop_key, True,
+            stop, intervals, M, N, positions, b, h, score, blocks, first_kept, drop_key, True,
             cfg,
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ def probability_tile(
 
 @triton.jit
 def score_gradient_tile(
-    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept, drop_key,
+    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept, drop_key,
     heads, b, h, m0, n0, cfg: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of scores: dS (BLOCK_M, BLOCK_N), zero where masked, Q K^T, and the mask."""
@@ -97,7 +97,7 @@ def score_gradient_tile(
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
         positions = RowPositions(N - M, lengths.at, b)
-        keep = kept(drop_key, last_kept, b, h, rows, n0, positions, cfg)
+        keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     # Keys of a sequence without queries may be NaN, whatever hides other keys.
     return tl.where(p > 0.0, ds, 0.0), qk, visible
@@ -108,7 +108,7 @@ def bias_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dbias, pivot_ptr, delta_ptr, at, score_data, bias,
     mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, last_kept, IS_BATCH_SHARED: tl.constexpr,
+    mask_rows, mask_columns, first_kept, IS_BATCH_SHARED: tl.constexpr,
     IS_HEAD_SHARED: tl.constexpr, IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def bias_gradient_kernel(
         h = own_h + h_term % h_terms
         b = own_b + h_term // h_terms
         ds, _, _ = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept,
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
             drop_key, heads, b, h, m0, n0, cfg,
         )  # fmt: skip
         acc += ds

@@ -40,7 +40,7 @@ def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def list_tiles_kernel(
     lists, at, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
-    heads, mask_rows, mask_columns, last_kept, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
+    heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one row of `lists`: the tiles that one tile of queries (IS_BY_KEYS: of keys) visits, in

@@ -26,7 +26,7 @@ def captured_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, dcaptured_ptr, pivot_ptr, delta_ptr, at,
     score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
-    chunk, heads, mask_rows, mask_columns, last_kept, cfg: tl.constexpr,
+    chunk, heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """One band of tiles of scores of one sequence and query head: add to the gradients of the
     captured values, `dcaptured_ptr`, float32.
@@ -57,7 +57,7 @@ def captured_gradient_kernel(
     for m0 in range(start, stop, SIDE):
         n0 = m0 + offset
         ds, qk, visible = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept,
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
             drop_key, heads, b, h, m0, n0, cfg,
         )  # fmt: skip
         rows = m0 + tl.arange(0, SIDE)[:, None]

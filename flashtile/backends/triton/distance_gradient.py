@@ -71,7 +71,7 @@ def distance_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     dout_ptr, dout_batch, dout_row, dout_head, sums_ptr, pivot_ptr, delta_ptr, at, score_data,
     bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, last_kept, cfg: tl.constexpr,
+    mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """Sums of dS over the diagonals of one band of tiles, for one sequence and query head.
 
@@ -97,7 +97,7 @@ def distance_gradient_kernel(
     acc = tl.zeros([SIDE, SIDE], tl.float32)
     for m0 in range(start, stop, SIDE):
         found = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, last_kept,
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
             drop_key, heads, b, h, m0, m0 + offset, cfg,
         )  # fmt: skip
         acc += found[0]

@@ -56,7 +56,7 @@ from .tiles import (
 def attend_keys(
     acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
     start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block,
-    lengths, score, blocks, last_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+    lengths, score, blocks, first_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the running maximum, sum and output with the keys
     [n0, n0 + BLOCK_N) (online softmax)."""
@@ -104,7 +104,7 @@ def attend_keys(
     rescale = rescaling(row_max, pivot, cfg)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, last_kept, b, h, rows, n0, positions, cfg), p, 0.0)
+        p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
@@ -189,7 +189,7 @@ def forward_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, mask_data,
     lists, rng_ptr, new, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, last_kept, added, table_rows, cfg: tl.constexpr,
+    mask_rows, mask_columns, first_kept, added, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
     holds.
@@ -319,7 +319,7 @@ def forward_kernel(
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, last_kept, drop_key, False, cfg,
+            score, blocks, first_kept, drop_key, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
         if cfg.MASK_TILE_M > 0:
@@ -329,7 +329,7 @@ def forward_kernel(
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, last_kept, drop_key, True, cfg,
+            score, blocks, first_kept, drop_key, True, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.

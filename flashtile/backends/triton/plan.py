@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...dropout import random_bits
 from ...gpu import hardware
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
@@ -215,6 +216,7 @@ class KernelConfig:
     HAS_CHUNK: bool
     HAS_SOFTCAP: bool
     HAS_DROPOUT: bool
+    DROPOUT_BITS: int  # of a score's random number
     PAGE_SIZE: int  # 0: not paged
     MASK_TILE_M: int  # 0: no block mask
     MASK_TILE_N: int
@@ -232,7 +234,7 @@ class KernelConfig:
     APPENDING: Appending | None  # new tokens that the kernel appends
     SPANS: int = 0  # intervals of keys of each query; 0 without such a mask
     RUNS: int = 0  # of positions, of each sequence; 0: the tensors hold whole sequences
-    HAS_LONE_KEYS: bool = False  # dropout: four neighbouring keys need not be one group
+    HAS_LONE_KEYS: bool = False  # dropout: blocks of keys need not be whole
     SCORE_MOD: Any = None  # the score function and its derivative: see `score_function.py`
     SCORE_GRADIENT: Any = None
     CAPTURED_GRADIENT: Any = None  # see `captured_source.py`
@@ -514,6 +516,7 @@ def _kernel_plan(
         HAS_CHUNK=options.attention_chunk > 0,
         HAS_SOFTCAP=options.softcap > 0,
         HAS_DROPOUT=options.dropout_p > 0,
+        DROPOUT_BITS=random_bits(options.dropout_p),
         PAGE_SIZE=problem.page_size,
         MASK_TILE_M=mask_m,
         MASK_TILE_N=mask_n,
@@ -530,7 +533,7 @@ def _kernel_plan(
         IS_CHAINED=is_split and hardware.has_tma(problem.capability),
         APPENDING=problem.appending,
         RUNS=problem.runs,
-        HAS_LONE_KEYS=options.dropout_p > 0 and problem.runs > 0 and not problem.has_key_groups,
+        HAS_LONE_KEYS=options.dropout_p > 0 and problem.runs > 0 and not problem.has_key_blocks,
         SPANS=problem.spans,
     )
     return KernelPlan(config, tile.warps, tile.stages)

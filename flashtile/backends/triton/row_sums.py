@@ -28,7 +28,7 @@ LARGE = tl.constexpr(LARGE_LSE)
 def row_sums_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, pivot_ptr, delta_ptr, sink_ptr,
     at, score_data, bias, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
-    heads, mask_rows, mask_columns, last_kept, cfg: tl.constexpr,
+    heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """log2 of the row sums of P, after the pivots; 0 where the log-sum-exp is not large."""
     q = HeadRows(q_ptr, q_batch, q_row, q_head)

@@ -31,7 +31,7 @@ from .tiles import (
 def probabilities_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, probs_ptr, lse_ptr, at,
     score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left,
-    right, chunk, heads, mask_rows, mask_columns, last_kept, cfg: tl.constexpr,
+    right, chunk, heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are not
     written.
@@ -83,7 +83,7 @@ def probabilities_kernel(
     p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg)
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)
-        p = tl.where(kept(drop_key, last_kept, b, h, rows, n0, positions, cfg), p, -p)
+        p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, -p)
     row = (b * heads + h).to(tl.int64) * lengths.M + rows
     offs = row * lengths.N + keys
     tl.store(probs_ptr + offs, p.to(probs_ptr.dtype.element_ty), mask=visible)

@@ -47,7 +47,7 @@ def short_forward_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
     out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, mask_data,
     rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows,
-    mask_columns, last_kept, cfg: tl.constexpr,
+    mask_columns, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of all queries of one head."""
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
@@ -99,7 +99,7 @@ def short_forward_kernel(
     p = exponentials(s, pivot[:, None], factor, cfg)
     row_sum = sink_sum * rescaling(sink_max, pivot, cfg) + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, last_kept, b, h, rows, first, positions, cfg), p, 0.0)
+        p = tl.where(kept(drop_key, first_kept, b, h, rows, first, positions, cfg), p, 0.0)
     if cfg.HAS_HIDDEN_KEYS:
         v_tile = without_hidden(v_tile, p)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
@@ -135,7 +135,7 @@ def short_backward_kernel(
     dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, dk_ptr, dk_batch,
     dk_row, dk_head, dv_ptr, dv_batch, dv_row, dv_head, ds_ptr, lse_ptr, dlse_ptr, pivot_ptr,
     delta_ptr, sink_ptr, at, score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k,
-    page_columns, left, right, chunk, heads, mask_rows, mask_columns, last_kept,
+    page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one key head and the query heads of its group.
@@ -218,7 +218,7 @@ def short_backward_kernel(
             seen_k, seen_v = without_hidden(k_tile, p), without_hidden(v_tile, p)
         keep = visible
         if cfg.HAS_DROPOUT:
-            keep = kept(drop_key, last_kept, b, h, rows, first, positions, cfg)
+            keep = kept(drop_key, first_kept, b, h, rows, first, positions, cfg)
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
         dv_acc = tl.dot(tl.trans(p_kept), do_tile, dv_acc, input_precision="ieee")
         # (BLOCK_M, BLOCK_N)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...gpu.dropout import philox_block
+from ...gpu.dropout import BLOCK_KEYS, LOWER_BITS, philox_block
 from ...gpu.intrinsics import IS_INTERPRETED, load_each, tanh
 from .positions import (
     corners_of_scores,
@@ -377,39 +377,66 @@ def unpack_pairs(pairs):
 
 
 @triton.jit
-def kept(key, last_kept, b, h, rows, n0, positions, cfg: tl.constexpr):
+def kept(key, first_kept, b, h, rows, n0, positions, cfg: tl.constexpr):
     """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
 
-    `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of four.
+    `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of BLOCK_N.
     """
-    BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     b, h, queries = indices_of_queries(b, h, rows, positions, cfg)
-    if cfg.HAS_LONE_KEYS:
-        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], positions, cfg)
-        words = words_of_positions(key, b, h, queries, keys)
-    else:
-        # (BLOCK_M, BLOCK_N / 4): one Philox block yields the words of four neighbouring keys.
-        groups = n0 // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
-        if cfg.RUNS > 0:
-            groups = key_positions(4 * groups, positions, cfg) // 4
-        w0, w1, w2, w3 = philox_block(key, b, h, queries, groups)
-        # (BLOCK_M, BLOCK_N / 4, 2, 2): lanes 0 1 2 3
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-        words = tl.reshape(words, [BLOCK_M, BLOCK_N])
-    # In 64 bits, the words move to the threads that have the scores before they are compared; the
-    # compiler needs more instructions to move the results.
-    return words.to(tl.int64) <= last_kept.to(tl.uint32, bitcast=True).to(tl.int64)
+    numbers = random_bytes(key, b, h, queries, n0, positions, 0, cfg)
+    if cfg.DROPOUT_BITS == 16:
+        lower = random_bytes(key, b, h, queries, n0, positions, LOWER_BITS, cfg)
+        numbers = numbers << 8 | lower
+    return numbers >= first_kept
 
 
 @triton.jit
-def words_of_positions(key, b, h, queries, keys):
-    """The word of each score where four neighbouring keys may stand anywhere: a Philox block for
-    each score.
+def random_bytes(key, b, h, queries, n0, positions, ADDED: tl.constexpr, cfg: tl.constexpr):
+    """The random byte of each score, int32 (BLOCK_M, BLOCK_N); the counters of the Philox blocks
+    have ADDED.
     """
-    w0, w1, w2, w3 = philox_block(key, b, h, queries, keys // 4)
-    lane = keys % 4
-    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
+    WORDS: tl.constexpr = BLOCK_N // (16 * BLOCKS)  # of a Philox block for keys of the tile
+    if cfg.HAS_LONE_KEYS:  # which may stand anywhere: a Philox block for each score
+        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], positions, cfg)
+        groups = keys // BLOCK_KEYS * 4 + keys % 8 // 2 + ADDED
+        words = word_of(keys, philox_block(key, b, h, queries, groups))
+        number = byte_of(words, keys // 8 % 2 * 2 + keys % 2)
+    else:
+        # (1, 4 BLOCKS)
+        group = tl.arange(0, 4 * BLOCKS)[None, :]
+        block = key_positions((n0 // BLOCK_KEYS + group // 4) * BLOCK_KEYS, positions, cfg)
+        groups = block // BLOCK_KEYS * 4 + group % 4 + ADDED
+        words = philox_block(key, b, h, queries, groups)
+        if WORDS == 4:
+            words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+        elif WORDS == 2:
+            words = tl.join(word_of(n0, words), word_of(n0 + 16, words))
+        else:
+            words = word_of(n0, words)
+        # (BLOCK_M, BLOCKS, pairs of every eight keys, words, bytes)
+        words = tl.reshape(words, [BLOCK_M, BLOCKS, 4, WORDS, 1])
+        number = byte_of(words, tl.arange(0, 4)[None, None, None, None, :])
+        # A thread that has scores of a query has all of them of a block, in this order.
+        number = tl.reshape(number, [BLOCK_M, BLOCKS, 4, 2 * WORDS, 2])
+        number = tl.reshape(tl.permute(number, (0, 1, 3, 2, 4)), [BLOCK_M, BLOCK_N])
+    return number
+
+
+@triton.jit
+def word_of(keys, words):
+    """The word of the four of a Philox block that has the bytes of a key."""
+    word = keys // 16 % 4
+    return tl.where(
+        word < 2, tl.where(word == 0, words[0], words[1]), tl.where(word == 2, words[2], words[3])
+    )
+
+
+@triton.jit
+def byte_of(words, byte):
+    return ((words >> (8 * byte).to(tl.uint32)) & 0xFF).to(tl.int32)
 
 
 # Tiles of rows from memory

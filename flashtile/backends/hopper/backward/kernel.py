@@ -250,7 +250,7 @@ def backward_kernel(
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
     workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
     heads, group, swizzle, reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch,
-    scale, softcap, last_kept,
+    scale, softcap, first_kept,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
@@ -258,7 +258,7 @@ def backward_kernel(
         B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
     )  # fmt: skip
     mask = Mask(left, right, chunk, lists, at.q_runs, at.k_runs)
-    dropout = Dropout(pointers.rng_state, last_kept)
+    dropout = Dropout(pointers.rng_state, first_kept)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout)
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....backend_interface import Gradients, RunBackward, Tensors
-from ....dropout import last_kept_word
+from ....dropout import first_kept, keep_rate
 from ....gpu.launch import Launch
 from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
@@ -251,7 +251,7 @@ def delta_launch(
         "together": max(swizzle // (problem.Hk * parts), 1),
         "heads": problem.Hq,
         "group": problem.group,
-        "keep": 1.0 - problem.options.dropout_p if config.HAS_DROPOUT else None,
+        "keep": keep_rate(problem.options.dropout_p) if config.HAS_DROPOUT else None,
         "sink_ptr": at_boundary(operands.sink) if config.HAS_DEAD_ROWS else None,
         **common,
     }
@@ -300,7 +300,7 @@ def key_launch(
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
         "scale": options.softmax_scale,
         "softcap": options.softcap,
-        "last_kept": last_kept_word(options.dropout_p) if config.HAS_DROPOUT else None,
+        "first_kept": first_kept(options.dropout_p) if config.HAS_DROPOUT else None,
         **common,
     }
     return Launch(backward_kernel, (programs,), arguments, is_early=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ....dropout import random_bits
 from ....lru import memoised
 from ....problem import AttentionProblem
 from ..forward.plan import HEAD_DIMS, has_tile, padded
@@ -76,6 +77,7 @@ class BackwardConfig:
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     HAS_DROPOUT: bool
+    DROPOUT_BITS: int  # of a score's random number
     IS_PACKED: bool
     IS_ASCENDING: bool  # a tile visits the blocks of queries from the first one that sees it
     IS_ORDERED: bool  # tiles add to dQ in the order of their keys
@@ -135,6 +137,7 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         HAS_SOFTCAP=options.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
         HAS_DROPOUT=has_dropout,
+        DROPOUT_BITS=random_bits(options.dropout_p),
         IS_PACKED=problem.layout != "dense",
         IS_ASCENDING=is_ascending(problem),
         IS_ORDERED=options.deterministic,

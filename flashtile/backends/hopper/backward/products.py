@@ -199,7 +199,7 @@ def kept_by_dropout(ME: gl.constexpr, m, draws, work, cfg: gl.constexpr):
     kept = m
     if cfg.HAS_DROPOUT:
         n0 = work.n0 + ME * CONSUMER_ROWS
-        kept = kept_queries(m * cfg.BLOCK_M, n0, draws, cfg.BLOCK_M)
+        kept = kept_queries(m * cfg.BLOCK_M, n0, draws, cfg.BLOCK_M, cfg.DROPOUT_BITS)
     return kept
 
 

@@ -324,12 +324,13 @@ def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.co
 
 @gluon.jit
 def kept_scores(n0, rows, cfg: gl.constexpr):
-    """The bits of the scores that dropout keeps of the keys from `n0`, which counts from the tile's
-    first key; `n0` without dropout.
+    """Which scores of the keys from `n0`, which counts from the tile's first key, dropout keeps;
+    `n0` without dropout.
     """
     kept = n0
     if cfg.HAS_DROPOUT:
-        kept = kept_keys(rows.first, rows.first_key + n0, rows.draws, cfg.BLOCK_N)
+        first_key = rows.first_key + n0
+        kept = kept_keys(rows.first, first_key, rows.draws, cfg.BLOCK_N, cfg.DROPOUT_BITS)
     return kept
 
 
@@ -365,13 +366,13 @@ class Math16:
         factor = linear_scale(score, cfg)
         row_max = gl.max(s, 1) * factor
         p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
-        weights = p
+        weights = paired(p, channels.v.tiles.dtype)
         if cfg.HAS_DROPOUT:  # which does not change the row sum
-            weights = dropped(p, kept)
+            weights = dropped(weights, kept)
         return Progress(
             i,
             block,
-            paired(weights, channels.v.tiles.dtype),
+            weights,
             empty_accumulator(cfg.BLOCK_DV),
             empty_accumulator(cfg.TAIL_DV) if cfg.TAIL_DV > 0 else i * 0,
             gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
@@ -411,14 +412,14 @@ class Math16:
         rescale = gl.exp2(now.row_max - pivot)
         p = gl.exp2(s * factor - pivot[:, None])
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
-        if cfg.HAS_DROPOUT:
-            p = dropped(p, kept)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
                 pin(row_sum)
             o, o_tail = finished_output(o, o_tail, cfg)
             channels.v.release_operand(now.i)
         p = paired(p, channels.v.tiles.dtype)
+        if cfg.HAS_DROPOUT:
+            p = dropped(p, kept)
         if IS_MASKED and cfg.HAS_HIDDEN_KEYS:  # here, because the scores need no registers now
             clear_values(ME, is_cleared, values, i, channels, cfg)
         return Progress(i, block, p, o, o_tail, rescale, row_max, row_sum)

@@ -204,13 +204,13 @@ def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.c
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, q_tail_desc, k_tail_desc, v_tail_desc, o_tail_desc, out_ptr,
     lse_ptr, counter_ptr, at, pointers, B, M, N, total_q, total_k, heads, group, swizzle, tiles,
-    left, right, chunk, alibi_batch, scale, softcap, last_kept, drop_scale, blocks,
+    left, right, chunk, alibi_batch, scale, softcap, first_kept, drop_scale, blocks,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, chunk, blocks, at.q_runs, at.k_runs)
-    dropout = Dropout(pointers.rng_state, last_kept, drop_scale)
+    dropout = Dropout(pointers.rng_state, first_kept, drop_scale)
     score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout)
     q, k, v = (
         Described(q_desc, q_tail_desc),

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....backend_interface import Results, Run, Tensors
-from ....dropout import last_kept_word
+from ....dropout import first_kept, keep_rate
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.memory import NewTensor, uninitialised
@@ -156,8 +156,8 @@ def forward_launch(
         "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),
         "alibi_batch": 0 if slopes is None or slopes.dim() == 1 else slopes.shape[1],
-        "last_kept": last_kept_word(dropout_p) if config.HAS_DROPOUT else None,
-        "drop_scale": 1.0 / (1.0 - dropout_p) if config.HAS_DROPOUT else None,
+        "first_kept": first_kept(dropout_p) if config.HAS_DROPOUT else None,
+        "drop_scale": 1.0 / keep_rate(dropout_p) if config.HAS_DROPOUT else None,
     }
     grid = (min(programs, arguments["tiles"]),)
     return Launch(forward_kernel, grid, arguments, is_early=config.IS_RAGGED)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ....dropout import random_bits
 from ....lru import memoised
 from ....problem import AttentionProblem
 from ...reasons import (
@@ -246,6 +247,7 @@ class KernelConfig:
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     HAS_DROPOUT: bool
+    DROPOUT_BITS: int  # of a score's random number
     IS_PACKED: bool
     IS_RAGGED: bool  # sequences can be shorter than the tensors
     IS_ASCENDING: bool  # the KV loop visits the first block of keys first, not the last one
@@ -400,6 +402,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
         HAS_DROPOUT=options.dropout_p > 0,
+        DROPOUT_BITS=random_bits(options.dropout_p),
         IS_PACKED=packed,
         IS_RAGGED=packed or problem.has_lengths,
         IS_ASCENDING=tile.ascends,

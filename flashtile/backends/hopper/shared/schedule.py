@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....gpu.dropout import BLOCK_KEYS
 from .channels import number_of, put
 from .intrinsics import CONSUMER_ROWS, CONSUMER_WARPS, aggregate
 from .unseen import SPARE_MARKS
@@ -21,7 +22,7 @@ WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
 # Arguments that change with lengths; Triton must not specialise them.
 NUMBERS = (
     "B", "M", "N", "total_q", "total_k", "heads", "group", "swizzle", "tiles", "left", "right",
-    "chunk", "alibi_batch", "last_kept",
+    "chunk", "alibi_batch", "first_kept",
 )  # fmt: skip
 
 
@@ -378,8 +379,8 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
         end = gl.load(mask.blocks.counts + 2 * list_of(b, h, m0, sizes, mask, cfg) + 1)
     elif cfg.HAS_SPAN:
         first_key, stop = keys_of_tile(b, h, m0, start_q, M, N, mask, cfg)
-        if cfg.HAS_DROPOUT:  # which draws for four neighbouring keys
-            first_key -= first_key % 4
+        if cfg.HAS_DROPOUT:  # which draws for whole blocks of keys
+            first_key -= first_key % BLOCK_KEYS
         begin, end = m * 0, gl.cdiv(stop - first_key, cfg.BLOCK_N)
     else:
         begin, end = blocks_of(m0, gl.minimum(m0 + cfg.BLOCK_M, M) - 1, b, M, N, mask, cfg)
