@@ -5,10 +5,11 @@ to shared memory and the addition, a contiguous TMA transfer, run at full speed.
 rounds restores the order of the elements. Groups of 8 columns are contiguous in a piece, so above
 128 columns a block need not contain all columns of zeros: see `plan.dq_columns`.
 
-Up to 128 columns, a consumer computes one piece in each step. With 80 or 96 columns, the second
-consumer has the tail, so its piece is smaller. A slot of the staging ring holds the pieces of both
-consumers, and a writer adds them with one transfer or, if there is a tail, with several. With
-cfg.HAS_DQ_IN_REGISTERS, each thread adds four neighbours at a time instead, without shared memory.
+Up to 128 columns, a consumer computes one piece in each step. With 64 columns and 64 queries, it
+has 32 columns. With 80 or 96 columns, the second consumer has the tail, so its piece is smaller. A
+slot of the staging ring holds the pieces of both consumers, and a writer adds them with one
+transfer or, if there is a tail, with several. With cfg.HAS_DQ_IN_REGISTERS, each thread adds four
+neighbours at a time instead, without shared memory.
 Above 128 columns, the consumers add their pieces themselves, or, if additions are ordered, leave
 them to the writers.
 """
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..shared.channels import Channel
 from ..shared.intrinsics import add_to_global, arrive_alone, recast, sync_warps
+from .products import piece_columns
 from .schedule import (
     block_at,
     key_work,
@@ -63,9 +65,10 @@ def make_staging(workspace, cfg: gl.constexpr):
     """
     SLOTS: gl.constexpr = PAIRS if cfg.ADDERS == 1 else 1
     PIECES: gl.constexpr = 2 * SLOTS if cfg.TAIL_D == 0 else SLOTS  # without those of the tail
+    OF_PIECE: gl.constexpr = rows_of_piece(piece_columns(cfg))
     staging = workspace
     if not cfg.HAS_DQ_IN_REGISTERS:
-        staging = gl.allocate_shared_memory(gl.float32, [PIECES, PIECE_ROWS, 256], workspace.layout)
+        staging = gl.allocate_shared_memory(gl.float32, [PIECES, OF_PIECE, 256], workspace.layout)
     tails = staging
     if cfg.TAIL_D > 0 and not cfg.HAS_DQ_IN_REGISTERS:
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
@@ -82,8 +85,8 @@ def make_staging(workspace, cfg: gl.constexpr):
 
 @gluon.jit
 def put_piece(ME: gl.constexpr, dq, staging, i, cfg: gl.constexpr):
-    """Pass `dq`, this consumer's piece of pair `i`, to the writer. It is (64, 64), or (64, TAIL_D)
-    for a tail.
+    """Pass `dq`, this consumer's piece of pair `i`, to the writer. It is (64, `piece_columns`), or
+    (64, TAIL_D) for a tail.
     """
     COLUMNS: gl.constexpr = dq.shape[1]
     slot = i % staging.SLOTS
@@ -112,12 +115,12 @@ def in_register_order(x):
 @gluon.jit
 def add_at_once(ME: gl.constexpr, dq, block, workspace, cfg: gl.constexpr):
     """Add `dq`, this consumer's piece of a block, from registers to the memory at `workspace`.
-    It is (64, 64), or (64, TAIL_D) for a tail.
+    It is (64, `piece_columns`), or (64, TAIL_D) for a tail.
     """
     SIZE: gl.constexpr = 64 * dq.shape[1]
     BLOCK: gl.constexpr = cfg.BLOCK_M * cfg.DQ_COLUMNS
     piece = in_register_order(dq)
-    start = workspace + block.to(gl.int64) * BLOCK + ME * PIECE
+    start = workspace + block.to(gl.int64) * BLOCK + ME * (64 * piece_columns(cfg))
     gl.atomic_add(start + gl.arange(0, SIZE, layout=piece.type.layout), piece, sem="relaxed")
 
 
@@ -331,8 +334,9 @@ def start_addition(workspace, staging, slot, index, cfg: gl.constexpr):
     SLOTS: gl.constexpr = staging.SLOTS
     LAYOUT: gl.constexpr = workspace.layout
     if cfg.TAIL_D == 0:
-        pairs = recast(staging.tiles, gl.float32, [SLOTS, 2 * PIECE_ROWS, 256], LAYOUT)
-        add_to_global(workspace, [index * (2 * PIECE_ROWS), 0], pairs.index(slot))
+        OF_PAIR: gl.constexpr = 2 * rows_of_piece(piece_columns(cfg))
+        pairs = recast(staging.tiles, gl.float32, [SLOTS, OF_PAIR, 256], LAYOUT)
+        add_to_global(workspace, [index * OF_PAIR, 0], pairs.index(slot))
     else:
         ROWS: gl.constexpr = rows_of_piece(cfg.TAIL_D)
         COUNT: gl.constexpr = PIECE_ROWS // ROWS

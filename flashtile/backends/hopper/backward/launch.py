@@ -36,6 +36,7 @@ from .dq import PIECE_ROWS, rows_of_piece
 from .kernel import KeyGradients, backward_kernel
 from .part_sums import add_parts_kernel, pieces_of
 from .plan import BackwardConfig, phases_of
+from .products import piece_columns
 from .row_kernels import delta_kernel, round_kernel
 from .schedule import (
     KeyOrder,
@@ -401,7 +402,7 @@ def workspace_arguments(workspace: Tensor, config: BackwardConfig) -> dict[str, 
             tail = plain_descriptor(workspace, rows)
     elif not config.HAS_DQ_IN_REGISTERS:
         described = plain_descriptor(
-            workspace, rows_of_piece(config.TAIL_D) or 2 * PIECE_ROWS.value
+            workspace, rows_of_piece(config.TAIL_D or 2 * piece_columns(config))
         )
     return {"workspace": described, "workspace_tail_desc": tail}
 

@@ -22,10 +22,10 @@ from ....gpu.hardware import Gpu
 from ....lru import memoised
 from ....problem import AttentionProblem
 from ..forward.plan import CACHED_BYTES, WIDEST_SWIZZLE
-from .plan import TILES, dq_columns, has_lists, is_uneven, padded_columns, value_columns
+from .plan import dq_columns, has_lists, is_uneven, padded_columns, tile_of, value_columns
 
 # Of a step with so many columns, on an H200: measured at 64, 80, 128, 144 and 160, else from the
-# predicted speed.
+# predicted speed. With fewer queries than keys, 64 columns take at most the time of 80.
 STEP_US = {64: 2.6, 80: 1.7, 96: 1.8, 128: 2.3, 144: 1.7, 160: 1.9, 192: 2.2, 256: 2.8}
 PROGRAM_US = 5.0  # of a program, without its steps
 KERNEL_US = 5.0  # of the kernel that adds the parts, without its memory traffic
@@ -97,7 +97,7 @@ def swizzles(problem: AttentionProblem, parts: int, gpu: Gpu) -> list[int]:
         return [1]
     if is_dense and not has_lists(problem) and not is_ordered:
         # If the tiles of some heads fill less than half of the multiprocessors, more heads run.
-        tiles = -(-problem.N // TILES[padded_columns(problem)].BLOCK_N)
+        tiles = -(-problem.N // tile_of(problem).BLOCK_N)
         heads = min(problem.B * problem.Hk * parts, SWIZZLES[-1])
         fewest = gpu.multiprocessors / (2 * tiles)
         return [size for size in SWIZZLES if fewest <= size < heads] + [heads]
@@ -124,6 +124,7 @@ class Model:
 
     def __init__(self, problem: AttentionProblem, keys: int, gpu: Gpu) -> None:
         self.problem, self.gpu, self.columns = problem, gpu, padded_columns(problem)
+        self.step_us = STEP_US[max(self.columns, 80) if tile_of(problem).is_flat else self.columns]
         self.loops = [
             Loops(count * problem.Hk, tile_lengths(problem, -(-problem.M * N // problem.N), N))
             for N, count in sequences_of(problem, keys)
@@ -160,12 +161,12 @@ class Model:
 
     def mean(self, parts: int) -> float:
         """The time of all programs, divided by the number of multiprocessors."""
-        time = self.steps * STEP_US[self.columns] + parts * self.tiles * PROGRAM_US
+        time = self.steps * self.step_us + parts * self.tiles * PROGRAM_US
         return time / self.gpu.multiprocessors
 
     def time(self, length: int, parts: int) -> float:
         """The time of a program whose tile `length` blocks of each head see."""
-        return length * self.problem.group / parts * STEP_US[self.columns] + PROGRAM_US
+        return length * self.problem.group / parts * self.step_us + PROGRAM_US
 
     def makespan(self, order: Order) -> float:
         """The time of all programs: each starts in its order, on the multiprocessor that is free
@@ -204,7 +205,7 @@ class Model:
         """The time that memory traffic adds: of rows that the cache has lost, and of the sums of
         parts.
         """
-        problem, tile = self.problem, TILES[self.columns]
+        problem, tile = self.problem, tile_of(self.problem)
         of_dq = 4 * tile.BLOCK_M * dq_columns(problem, self.columns)
         of_step = 2 * tile.BLOCK_M * (problem.D + problem.Dv) + of_dq
         lost = 0.0 if problem.options.deterministic else self.lost_steps(order, of_step)
@@ -239,7 +240,7 @@ class Model:
             held = CACHED_SHARE * self.gpu.cache_bytes / (together * of_step)
             if problem.options.window_left is not None or problem.options.attention_chunk > 0:
                 # Later tiles need other rows, but no tile returns to those of an earlier head.
-                found = held / -(-problem.M // TILES[self.columns].BLOCK_M) * lengths[0]
+                found = held / -(-problem.M // tile_of(self.problem).BLOCK_M) * lengths[0]
             else:
                 found = held / heads_of_part * longer
             if found < lengths[0]:
@@ -283,7 +284,7 @@ def sequences_of(problem: AttentionProblem, keys: int) -> list[tuple[int, int]]:
 
 def tile_lengths(problem: AttentionProblem, M: int, N: int) -> list[int]:
     """Blocks of queries of one head that see each tile of keys of a sequence, the longest first."""
-    tile, options = TILES[padded_columns(problem)], problem.options
+    tile, options = tile_of(problem), problem.options
     lengths = []
     for first in range(0, N, tile.BLOCK_N):
         # Rows [start, stop) see some key of [first, last]; shift is the position of row 0.

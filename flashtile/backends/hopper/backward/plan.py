@@ -23,6 +23,11 @@ class BackwardTile(NamedTuple):
     do_stages: int  # blocks of dO in flight
     is_split: bool  # one consumer has dV and one dK of all keys; if False, each has half the keys
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it has fewer queries than keys."""
+        return self.BLOCK_M < self.BLOCK_N
+
 
 # The tile by its number of columns, some of which may be a tail: see `HEAD_DIMS`. Two accumulators
 # of (64, columns) fit the registers up to 128 columns; with more columns, one consumer keeps dV and
@@ -38,6 +43,9 @@ TILES = {
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
+# Instead of that of 64 columns, which leaves no registers for the derivative of softcap or for
+# dropout.
+FEWER_QUERIES = BackwardTile(64, 128, 2, 2, False)
 
 # With fewer tiles of a head, too many of the programs of two phases would have no tile.
 FEWEST_IN_PHASES = 8
@@ -97,14 +105,13 @@ class BackwardConfig:
 def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> BackwardConfig:
     """The compile-time constants for a problem."""
     options = problem.options
-    columns = padded_columns(problem)
-    tile = TILES[columns]
+    columns, tile = padded_columns(problem), tile_of(problem)
     BLOCK_D, TAIL_D = HEAD_DIMS[columns]
     of_values = value_columns(problem)
     BLOCK_DV, TAIL_DV = HEAD_DIMS[of_values]
     # Beside dV or dK of 64 keys, the registers of a split tile's consumer hold no more than this.
     fits_split = 128 < columns <= 160
-    from_registers = adds_from_registers(problem, columns)
+    from_registers = adds_from_registers(problem)
     has_dropout = options.dropout_p > 0
     return BackwardConfig(
         BLOCK_M=tile.BLOCK_M,
@@ -119,13 +126,13 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         ADDERS=1 if options.deterministic or not (tile.is_split or from_registers) else 2,
         WRITERS=2 if options.deterministic else 1,
         HAS_DQ_IN_REGISTERS=from_registers,
-        HAS_CARRIED_LSE=64 < columns <= 128
+        HAS_CARRIED_LSE=tile.is_flat
         and (problem.layout == "dense" or from_registers)
         and not has_dropout,
-        IS_DQ_FIRST=64 < columns <= 128,
+        IS_DQ_FIRST=tile.is_flat,
         HAS_K_IN_REGISTERS=fits_split,
-        HAS_V_IN_REGISTERS=(64 < columns < 128 and not has_dropout) or fits_split,
-        IS_DP_FIRST=64 < columns < 128,
+        HAS_V_IN_REGISTERS=(tile.is_flat and columns < 128 and not has_dropout) or fits_split,
+        IS_DP_FIRST=tile.is_flat and columns < 128,
         D=problem.D,
         DV=problem.Dv,
         HAS_LEFT=options.window_left is not None,
@@ -154,17 +161,17 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
     )
 
 
-def adds_from_registers(problem: AttentionProblem, columns: int) -> bool:
+def adds_from_registers(problem: AttentionProblem) -> bool:
     """Whether consumers add dQ from their registers instead of through a writer.
 
     They do in packed batches, which lack registers for staging, and in short query loops, which
-    then end sooner. They do not with 64 columns, where it made dense batches slower, not with
+    then end sooner. They do not with 128 queries, where it made dense batches slower, not with
     ordered additions, where every thread would have to wait for its additions before the semaphore
     is released, and not under a block mask, where they would have to read the block of each step.
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    able = 64 < columns <= 128 and not options.deterministic and not has_lists(problem)
+    able = tile_of(problem).is_flat and not options.deterministic and not has_lists(problem)
     return able and (is_short or problem.layout != "dense")
 
 
@@ -191,7 +198,7 @@ def stagger(problem: AttentionProblem, columns: int) -> int:
     """
     options = problem.options
     is_short = options.window_left is not None or options.attention_chunk > 0
-    if not 64 < columns <= 128 or is_short or full_stagger(problem, columns) > 0:
+    if not tile_of(problem).is_flat or is_short or full_stagger(problem, columns) > 0:
         return 0
     if columns < 128:
         return 800
@@ -214,12 +221,15 @@ def full_stagger(problem: AttentionProblem, columns: int) -> int:
 
 
 def padded_columns(problem: AttentionProblem) -> int:
-    """Number of columns of the tiles of keys. With 64 columns a step has 128 queries, which leaves
-    no registers for the derivative of softcap or for dropout.
-    """
-    options = problem.options
-    fewest = 65 if options.softcap > 0 or options.dropout_p > 0 else 0
-    return next(size for size in TILES if max(problem.D, problem.Dv, fewest) <= size)
+    """Number of columns of the tiles of keys."""
+    return next(size for size in TILES if max(problem.D, problem.Dv) <= size)
+
+
+def tile_of(problem: AttentionProblem) -> BackwardTile:
+    """The tile for a problem."""
+    columns, options = padded_columns(problem), problem.options
+    is_full = options.softcap > 0 or options.dropout_p > 0
+    return FEWER_QUERIES if columns == 64 and is_full else TILES[columns]
 
 
 def value_columns(problem: AttentionProblem) -> int:
@@ -241,7 +251,7 @@ def is_ascending(problem: AttentionProblem) -> bool:
     """
     options = problem.options
     has_left = options.window_left is not None or options.attention_chunk > 0
-    able = not TILES[padded_columns(problem)].is_split and not options.deterministic
+    able = not tile_of(problem).is_split and not options.deterministic
     able = able and not has_lists(problem)
     return able and options.window_right is not None and not has_left
 
@@ -304,7 +314,7 @@ def backward_reasons(problem: AttentionProblem) -> list[str]:
         return _span_reasons(problem)
     if problem.block_tile is None or not problem.needs_grad or not has_tile(problem):
         return []
-    tile = TILES[padded_columns(problem)]
+    tile = tile_of(problem)
     wanted = tile.BLOCK_M, tile.BLOCK_N
     if all(size % step == 0 for size, step in zip(problem.block_tile, wanted, strict=True)):
         return []

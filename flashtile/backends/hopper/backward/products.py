@@ -86,6 +86,14 @@ def statistic(slots, i, cfg: gl.constexpr):
 # Products
 
 
+@gluon.constexpr_function
+def piece_columns(cfg):
+    """Columns of dQ that a consumer computes in a step up to 128 columns; the second one computes
+    the tail, if there is one.
+    """
+    return 64 if cfg.TAIL_D > 0 else cfg.BLOCK_M * cfg.BLOCK_D // 128
+
+
 @gluon.jit
 def multiply_along(keys, channel, i, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
     """Start `keys`, a consumer's rows of K or V, times block `i` of Q or dO transposed; with
@@ -132,16 +140,16 @@ def issue_dp(v, minus_delta, i, channels, cfg: gl.constexpr):
 
 @gluon.jit
 def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
-    """Start a piece of dQ = dS K: (64, 64), the rows or columns from 64 PART, or (64, TAIL_D), the
-    tail's columns. dS^T is in slot `i % 2` of `tiles`.
+    """Start a piece of dQ = dS K: (64, `piece_columns`), number PART along the rows or columns, or
+    (64, TAIL_D), the tail's columns. dS^T is in slot `i % 2` of `tiles`.
     """
-    FIRST: gl.constexpr = PART * CONSUMER_ROWS
+    COLUMNS: gl.constexpr = piece_columns(cfg)
     columns = k.tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
     ds = tiles.index(i % 2)
     if cfg.BLOCK_M > 64:
-        ds = ds.slice(FIRST, CONSUMER_ROWS, dim=1)
-    elif FIRST < cfg.BLOCK_D:
-        columns = columns.slice(FIRST, CONSUMER_ROWS, dim=1)
+        ds = ds.slice(PART * CONSUMER_ROWS, CONSUMER_ROWS, dim=1)
+    elif PART * COLUMNS < cfg.BLOCK_D:
+        columns = columns.slice(PART * COLUMNS, COLUMNS, dim=1)
     else:
         columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
     zero = empty_accumulator(columns.shape[1])
