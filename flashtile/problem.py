@@ -49,8 +49,8 @@ class Operands(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     workspace: Tensor | None = None  # (bytes,) uint8, scratch for partial results of a forward
-    # Packed sequences of which the tensors hold parts only (see `positions`). Runs are pairs of
-    # first row, 0 first, and position; unused ones begin at row NO_RUN. Both have as many runs.
+    # Packed sequences of which the tensors hold parts only (see `masks.Positions`). Runs are pairs
+    # of first row, 0 first, and position; unused ones begin at row NO_RUN. Both have as many runs.
     q_runs: Tensor | None = None  # (B, runs, 2) int32
     k_runs: Tensor | None = None  # (B, runs, 2) int32
     # (B, 2) int32: the index of the sequence in the whole call, and its keys minus its queries.

@@ -16,8 +16,7 @@ from flashtile.backends.cpu.segments import MAX_BATCH_HEADS, BlockLayout, Segmen
 from flashtile.backends.cpu.span_rows import SpanRows
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
-from flashtile.masks import FULL, PARTIAL, Chunk, Visibility, Window
-from flashtile.spans import Spans
+from flashtile.masks import FULL, PARTIAL, Chunk, Spans, Visibility, Window
 from flashtile.testing import cu_seqlens, dense_spans, generator, packed_qkv
 
 pytestmark = pytest.mark.slow

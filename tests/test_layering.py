@@ -60,8 +60,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
-    ("masks", "spans", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
-    ("current_layout", "eager", "positions", "block_tiles"),
+    ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
+    ("current_layout", "eager", "block_tiles"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.

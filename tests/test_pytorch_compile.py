@@ -25,8 +25,7 @@ from flashtile.integrations import sdpa
 from flashtile.layers.rotary import (
     apply_rotary_emb,
 )
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 from flashtile.testing import cu_seqlens, generator, normal, qkv, rotary_tables
 
 pytestmark = pytest.mark.slow

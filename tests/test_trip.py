@@ -25,8 +25,8 @@ CEILINGS = {
         "repeated": trip.Counts(files=22, functions=75, moves=40),
     },
     "context": {
-        "first": trip.Counts(files=30, functions=242, moves=443),
-        "repeated, with backward": trip.Counts(files=23, functions=130, moves=286),
+        "first": trip.Counts(files=29, functions=242, moves=317),
+        "repeated, with backward": trip.Counts(files=22, functions=130, moves=160),
     },
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..gpu.workspace import MAX_SPLITS, workspace_size
-from ..masks import BlockMask, Window
+from ..masks import MAX_INTERVALS, BlockMask, Spans, Window
 from ..problem import (
     DIFFERENTIABLE,
     FLOAT8,
@@ -30,7 +30,6 @@ from ..problem import (
     batch_size,
     output_dtype,
 )
-from ..spans import MAX_INTERVALS, Spans
 from .layouts import Cached, Packed
 
 # One tensor: its type, dtype, rank, shape and device.

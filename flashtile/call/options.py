@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict, Typ
 
 from torch import Tensor
 
+from ..masks import Spans
 from ..score_mod import ScoreFunction
-from ..spans import Spans
 from . import checks
 from .keywords import unexpected_keywords
 

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
-from ..masks import BlockMask
+from ..masks import BlockMask, Spans
 from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
 from ..rng_state import draw_rng_state
-from ..spans import Spans
 from . import checks, dispatch, memo
 from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks

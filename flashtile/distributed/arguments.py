@@ -24,10 +24,9 @@ from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
 from ..call.score_function import CAPTURED, with_score_mod
-from ..masks import BlockMask
+from ..masks import BlockMask, Spans
 from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype
 from ..score_mod import Described, described
-from ..spans import Spans
 from .layout import Layout
 from .partition import ShardMap, TileMap
 

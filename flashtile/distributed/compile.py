@@ -16,11 +16,10 @@ from torch import Tensor
 from ..autocast import autocast_off, cast_inputs
 from ..call import checks
 from ..call.score_function import with_score_mod
-from ..masks import BlockMask
+from ..masks import BlockMask, Spans
 from ..problem import lse_dtype
 from ..rng_state import draw_rng_state
 from ..score_mod import Described
-from ..spans import Spans
 from .arguments import OPTIONS, refuse_unknown
 from .layout import layout_of
 

@@ -21,8 +21,8 @@ from ..autocast import autocast_off
 from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
+from ..masks import Span
 from ..ops.merge.formula import merge
-from ..positions import Span
 from ..problem import (
     DIFFERENTIABLE,
     AttentionProblem,

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..masks import Spans
 from ..problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
-from ..spans import Spans
 from .visibility import WindowSize, dense_block_mask, dense_spans, visible_keys
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masks import Window
-from ..spans import Spans
+from ..masks import Spans, Window
 
 WindowSize = Window | tuple[int | None, int | None]
 

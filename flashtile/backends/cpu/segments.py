@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...lru import memoised
-from ...masks import FULL, PARTIAL, Visibility
-from ...positions import Positions, Run
+from ...masks import FULL, PARTIAL, Positions, Run, Visibility
 from ...problem import AttentionProblem, Operands
 from .span_rows import SpanRows
 
