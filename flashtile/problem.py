@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .lru import memoised
-from .masks import Chunk, Window, structure
+from .masks import BlockMask, Chunk, Window, structure
 from .score_mod import parsed
 
 
@@ -59,6 +59,15 @@ class Operands(NamedTuple):
     span_starts: Tensor | None = None
     span_stops: Tensor | None = None
     captured_integers: Tensor | None = None  # (n,) int64, what `score_mod` reads
+
+
+def tile_operands(mask: BlockMask) -> dict[str, Tensor]:
+    """The operands that hold a block mask, by name."""
+    return {
+        "tile_kinds": mask.kinds,
+        "partial_index": mask.partial_index,
+        "partial_tiles": mask.partial_tiles,
+    }
 
 
 class Presence:
@@ -332,8 +341,3 @@ def lse_shape(operands: Operands) -> tuple[int, ...]:
     if operands.cu_seqlens_q is not None:
         return q.shape[1], q.shape[0]
     return q.shape[0], q.shape[2], q.shape[1]
-
-
-def default_scale(head_dim: int) -> float:
-    """``head_dim ** -0.5`` of the true, unpadded head dim."""
-    return head_dim**-0.5

@@ -12,8 +12,13 @@ from conformance.harness import Sizes, check_dense, random_spans
 import flashtile
 from flashtile import flash_attn_2_cuda
 from flashtile.backends.cpu import float8, launch, native, plan
-from flashtile.backends.cpu.segments import MAX_BATCH_HEADS, BlockLayout, SegmentMask, segments
-from flashtile.backends.cpu.span_rows import SpanRows
+from flashtile.backends.cpu.segments import (
+    MAX_BATCH_HEADS,
+    BlockLayout,
+    SegmentMask,
+    SpanRows,
+    segments,
+)
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
 from flashtile.masks import FULL, PARTIAL, Chunk, Spans, Visibility, Window

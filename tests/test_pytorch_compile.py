@@ -324,7 +324,7 @@ class TestCompile:
             raise AssertionError("called")
 
         monkeypatch.setattr(prepare, "decide", as_on_a_gpu)
-        monkeypatch.setattr(prepare, "_pick", pick)
+        monkeypatch.setattr(memo, "_pick", pick)
         monkeypatch.setattr(memo, "decisions", {})
         function = getattr(flashtile, name)
         call = cache_call(5, "contiguous")

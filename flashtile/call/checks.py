@@ -27,10 +27,9 @@ from ..problem import (
     FLOAT8_QUERY_BLOCK,
     Operands,
     Options,
-    batch_size,
     output_dtype,
 )
-from .layouts import Cached, Packed
+from .layouts import Cached, Layout, Packed
 
 # One tensor: its type, dtype, rank, shape and device.
 
@@ -202,26 +201,6 @@ def splits(name: str, x: Any) -> Any:
     if count > MAX_SPLITS:
         raise ValueError(f"{name}: got {x}, want 0 (the backend chooses) to {MAX_SPLITS}")
     return count
-
-
-def scale(name: str, x: Any) -> Any:
-    """Check and return a factor on the scores; None for the default."""
-    return None if x is None else number(name, x, "a finite number, or None")
-
-
-def softcap(name: str, x: Any) -> Any:
-    """Check and return a bound on the scores' magnitude; 0 or None is off."""
-    return 0.0 if x is None else number(name, x, "a number >= 0 (0: off)", least=0.0)
-
-
-def chunk(name: str, x: Any) -> Any:
-    """Check and return a number of positions; 0 or None is off."""
-    return length(name, 0 if x is None else x)
-
-
-def probability(name: str, x: Any) -> Any:
-    """Check and return a probability below 1."""
-    return number(name, x, "a probability in [0, 1)", least=0.0, below=1.0)
 
 
 _PAIR = "a pair (left, right) of ints, with -1 or None for an unbounded side"
@@ -559,10 +538,10 @@ _SHAPES: dict[str, tuple[Callable[[tuple[int, ...], int, int], bool], str]] = {
 }
 
 
-def optional_tensors(operands: Operands, M: int, N: int) -> None:
+def optional_tensors(operands: Operands, B: int, M: int, N: int) -> None:
     """Check shapes, dtypes and devices of the optional tensors; `M`, `N`: the longest lengths."""
     q, k = operands.q, operands.k
-    B, Hq, Hk = batch_size(operands), q.shape[-2], k.shape[-2]
+    Hq, Hk = q.shape[-2], k.shape[-2]
     per_sequence("seqused_q", operands.seqused_q, q, B)
     per_sequence("seqused_k", operands.seqused_k, q, B)
     for name, (fits, wanted) in _SHAPES.items():
@@ -729,8 +708,6 @@ _ADVICE = {
 
 def spans(mask: Any, q: Tensor) -> None:
     """Check a mask for queries (batch, seq_q, heads, head_dim) or (total_q, heads, head_dim)."""
-    if mask is None:
-        return
     if not isinstance(mask, Spans):
         advice = _ADVICE.get(type(mask), "")
         raise TypeError(f"mask: got {type(mask).__name__}, want flashtile.Spans{advice}")
@@ -757,7 +734,35 @@ def spans(mask: Any, q: Tensor) -> None:
         )
 
 
-# The tensors that a call writes to.
+# The tensors that a call writes to, and the values of tensors.
+
+
+def memory_and_values(
+    layout: Layout, operands: Operands, options: Options, out: Tensor | None, used: Tensor | None
+) -> None:
+    """The checks that every call must pass, even if an equal call has passed them.
+
+    Args:
+        out: the tensor to write the result to, if the caller gives one.
+        used: the lengths of keys that the caller gives.
+    """
+    if out is not None:
+        output(out, operands)
+    if operands.workspace is not None:
+        workspace(operands.workspace, operands, options)
+    # Only the tensors of a cached layout are not all operands.
+    tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
+    if not checking_values(tensors):
+        return
+    if isinstance(layout, Packed) and layout.page_table is not None:
+        page_lengths(layout, operands.k, used)
+    if isinstance(layout, Cached):
+        cache_values(layout, operands, options)
+        # Only left pads and pages are compared with the lengths after the append.
+        has_more = layout.cache_leftpad is not None or layout.page_table is not None
+        if has_more and layout.k_new is not None and operands.seqused_k is not None:
+            operands = operands._replace(seqused_k=operands.seqused_k + layout.added)
+    values(operands, options)
 
 
 def output(out: Any, operands: Operands) -> None:

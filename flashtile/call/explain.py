@@ -12,7 +12,7 @@ from ..eager import compiled_functions_run_eagerly
 from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
 from . import dispatch
-from .decide import Checked, decide
+from .dispatch import Checked, decide
 from .layouts import Cached, Layout
 from .options import OPTIONS
 from .prepare import Given, instead_of_decide

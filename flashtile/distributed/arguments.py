@@ -25,7 +25,7 @@ from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
 from ..call.score_function import CAPTURED, with_score_mod
 from ..masks import BlockMask, Spans
-from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype
+from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype, tile_operands
 from ..score_mod import Described, described
 from .layout import Layout
 from .partition import ShardMap, TileMap
@@ -192,12 +192,7 @@ def packed_call(
         k=k, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
     )
     if tiles is not None:
-        mask = options["block_mask"]
-        operands = operands._replace(
-            tile_kinds=mask.kinds,
-            partial_index=mask.partial_index,
-            partial_tiles=mask.partial_tiles,
-        )
+        operands = operands._replace(**tile_operands(options["block_mask"]))
     return PackedCall(operands, numbers, used, tiles, bias_has_rows)
 
 
@@ -306,9 +301,9 @@ def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
     Raises:
         ValueError, TypeError: the mask does not fit.
     """
-    checks.spans(mask, q)
     if mask is None:
         return None
+    checks.spans(mask, q)
     rows = layout.queries.tokens(layout.rank) // max(layout.sequences, 1)
     mine = Spans(*(x[:, :, :rows] for x in mask))
     return mine.pack(layout.sequences) if layout.sequences else mine

@@ -120,7 +120,8 @@ def attend(
     checks.hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)
     dropout_p = options.get("dropout_p", 0.0)
     blocks, spans = options.get("block_mask"), options.get("mask")
-    checks.spans(spans, q)
+    if spans is not None:
+        checks.spans(spans, q)
     if blocks is not None and not isinstance(blocks, BlockMask):
         raise TypeError(f"block_mask: got {type(blocks).__name__}, want flashtile.BlockMask")
     tiles: tuple[Tensor | None, ...] = (None, None, None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..api import attention, attention_varlen, attention_with_kvcache
 from ..call.attn_mask import options_of
-from ..call.decide import MOST_NEW_TOKENS
+from ..call.dispatch import MOST_NEW_TOKENS
 from ..masks import Spans
 from .transformers_masks import (
     Pattern,

@@ -143,6 +143,14 @@ def structure(
     return tuple(facts)
 
 
+class CausalSquare(NamedTuple):
+    """Rows from `m0` on, and as many keys ``[n0, n1)``: of each row those up to the diagonal."""
+
+    m0: int
+    n0: int
+    n1: int
+
+
 class Visibility(NamedTuple):
     """Mask rules, intersected, for one sequence of ``M`` queries and ``N`` keys.
 
@@ -170,6 +178,24 @@ class Visibility(NamedTuple):
                 fact_start, fact_stop = self.keys.below(fact_start), self.keys.below(fact_stop)
             start, stop = max(start, fact_start), min(stop, fact_stop)
         return start, stop
+
+    def causal_square(self, m0: int, m1: int) -> CausalSquare | None:
+        """The square under the causal diagonal of rows ``[m0, m1)``, without rows before the first
+        key. None if the mask is not causal, or if it has a left edge inside the square.
+        """
+        if not any(isinstance(fact, Window) and fact.right == 0 for fact in self.facts):
+            return None
+        m0 = max(m0, m0 - self.position(m0))
+        if m0 >= m1:
+            return None
+        n0, n1 = self.position(m0), self.position(m1 - 1) + 1
+        if self.keys is not None:
+            n0, n1 = self.keys.below(n0), self.keys.below(n1)
+            if n1 - n0 != m1 - m0:  # some of the keys that stand beside the rows are not here
+                return None
+        if self.key_range(m1 - 1)[0] > self.key_range(m0)[0]:
+            return None
+        return CausalSquare(m0, n0, n1)
 
     def row_positions(self, m0: int, m1: int, device: torch.device | None = None) -> Tensor:
         """The positions of the rows ``[m0, m1)``, int64."""

@@ -41,10 +41,10 @@ class Sums(NamedTuple):
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
     """(out, lse) of a problem; the strides of the lse may be any."""
     plan = plan_forward(problem)
+    parts = tuple(segments(problem, operands))
     q, v = operands.q, operands.v
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
-    parts = tuple(segments(problem, operands))
     if (
         into is None and len(parts) == 1 and parts[0].has_all_queries
     ):  # no copy into larger tensors needed
