@@ -17,8 +17,7 @@ from torch import Tensor
 
 from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
-from .backend_interface import Gradients, Run, Tensors
-from .prepared_calls import PreparedForward
+from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,

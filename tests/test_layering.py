@@ -36,7 +36,6 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("",),
     ("flash_attn_3_interface",),
     ("flash_attn_2_interface", "flash_attn_4_interface"),
-    ("flash_attn_4_layouts", "forward_only"),
     (
         "flash_attn_2_cuda",
         "flash_attn_interface",
@@ -55,14 +54,15 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("call.layouts",),
     ("call",),
     ("autograd",),
-    ("backends", "prepared_calls"),
+    ("backends",),
     ("ops",),
-    ("gpu", "backend_interface"),
+    ("backend_interface",),
+    ("gpu",),
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
     ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
-    ("current_layout", "eager", "block_tiles"),
+    ("current_layout", "block_tiles"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.

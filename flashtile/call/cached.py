@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import autograd
+from ..backend_interface import PreparedForward
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
-from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands
 from . import dispatch
 from .absorbed import absorb_operands

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backend_interface import PreparedForward
 from ..gpu.rows import ALIGNMENT
 from ..lru import Memo, memoised
 from ..masks import BlockMask, Spans, Window
-from ..prepared_calls import PreparedForward
 from ..problem import AttentionProblem, Operands, allows_tf32, tile_operands
 from . import dispatch
 from .layouts import Cached, Layout

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
+from ..backend_interface import PreparedForward
 from ..masks import BlockMask
-from ..prepared_calls import PreparedForward
 from ..problem import (
     FLOAT8,
     AttentionProblem,

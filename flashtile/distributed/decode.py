@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off, cast_input, is_autocasting
+from ..backend_interface import PreparedForward
 from ..call import checks, dispatch, memo
 from ..call.dispatch import BackendName
 from ..call.keywords import unexpected_keywords
@@ -26,7 +27,6 @@ from ..masks import Chunk, Span, Window
 from ..ops.append import formula as append_formula
 from ..ops.append import op as append_op
 from ..ops.merge import op as merge_op
-from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .arguments import Qkv, call_kind, shapes
 from .collectives import Wire, connect

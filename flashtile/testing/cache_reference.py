@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..masks import Spans
 from ..problem import FLOAT8
-from .reference import attention_reference
+from .reference import attention_reference, window_sides
 from .varlen_reference import padded, resize, sequences, unpacked_spans
-from .visibility import window_sides
 
 
 @dataclass(frozen=True)
