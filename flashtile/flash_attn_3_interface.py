@@ -446,7 +446,7 @@ def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
     checks.tensor("qkv", qkv)
     if qkv.dim() == 5:
         return checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
-    checks.rank("qkv", qkv, "batch, seq, num_heads_q + 2 * kv_heads, head_dim")
+    checks.tensor("qkv", qkv, dims="batch, seq, num_heads_q + 2 * kv_heads, head_dim")
     if num_heads_q is None:
         raise ValueError("num_heads_q: got None, want the number of query heads of a 4-D qkv")
     heads = qkv.shape[2] - checks.length("num_heads_q", num_heads_q)

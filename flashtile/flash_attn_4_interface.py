@@ -293,10 +293,17 @@ def _flash_attn_fwd(
         if heads_last:
             found_lse = found_lse.transpose(-1, -2).contiguous()
         if out is not None:
-            checks.shape("out", out, tuple(found.shape), "q's shape with v's head dim")
+            checks.tensor(
+                "out", out, shape=tuple(found.shape), meaning="q's shape with v's head dim"
+            )
             found = out.copy_(found)
         if lse is not None:
-            checks.shape("lse", lse, tuple(found_lse.shape), "one number for each query and head")
+            checks.tensor(
+                "lse",
+                lse,
+                shape=tuple(found_lse.shape),
+                meaning="one number for each query and head",
+            )
             found_lse, wants_lse = lse.copy_(found_lse), True
     return found, found_lse if wants_lse else None, None, None
 

@@ -105,7 +105,7 @@ def appending_problem(
         tokens=1 << (k.shape[1] - 1).bit_length(),
         pairs=0 if cos is None else cos.shape[1],
         is_interleaved=layout.rotary_interleaved,
-        has_own_positions=bool(problem.facts),
+        has_own_positions=bool(problem.options.facts),
     )
     described = problem._replace(appending=appending)
     return described if backend is not None and backend.appends(described) else None

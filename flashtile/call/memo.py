@@ -8,7 +8,7 @@ these, it reuses that decision, because short calls on a GPU take less time than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -140,14 +140,14 @@ class ArgumentIndices(NamedTuple):
 def _indices_by_type(types: tuple[type, ...]) -> ArgumentIndices | None:
     """None if one argument has another type, or the first one is no tensor."""
 
-    def of(wanted: Set[Any]) -> tuple[int, ...]:
-        return tuple(index for index, kind in enumerate(types) if kind in wanted)
-
     if types[0] not in _TENSORS or not (_PLAIN | _TENSORS | _TUPLES).issuperset(types):
         return None
-    plain = of(_PLAIN - {type(None)})
+    plain, tensors, tuples = (
+        tuple(index for index, kind in enumerate(types) if kind in wanted)
+        for wanted in (_PLAIN - {type(None)}, _TENSORS, _TUPLES)
+    )
     pick = itemgetter(*plain) if plain else lambda given: ()
-    return ArgumentIndices(pick, of(_TENSORS), of(_TUPLES))
+    return ArgumentIndices(pick, tensors, tuples)
 
 
 def decision_of(

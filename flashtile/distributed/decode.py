@@ -171,7 +171,7 @@ def _prepared(
     dealt = _dealt(wire, block)
     if backend is not None:
         dispatch.check_name(backend)
-    checks.rank("q", q, "batch, seq_q, heads, head_dim")
+    checks.tensor("q", q, dims="batch, seq_q, heads, head_dim")
     if isinstance(k_cache, Tensor) and k_cache.dtype in FLOAT8:
         raise NotImplementedError(
             f"k_cache: got {k_cache.dtype}, context parallelism has no float8"

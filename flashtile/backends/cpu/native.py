@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ... import native_kernels
 from ...lru import memoised
-from ...masks import Visibility
 from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask, without_hidden
 
@@ -136,7 +135,7 @@ def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     if mask.spans is not None:
         return None
     if mask.layout is None:
-        return _single_piece_by_rules(mask.visibility, BLOCK_M)
+        return _known_single_piece(mask, BLOCK_M)
     return _single_piece(mask, BLOCK_M)
 
 
@@ -150,9 +149,7 @@ def _single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     return first
 
 
-@memoised(1024)
-def _single_piece_by_rules(visibility: Visibility, BLOCK_M: int) -> Piece | None:
-    return _single_piece(SegmentMask(visibility, None), BLOCK_M)
+_known_single_piece = memoised(1024)(_single_piece)  # of masks of rules, which hold no tensor
 
 
 def forward(

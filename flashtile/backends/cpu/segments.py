@@ -288,7 +288,10 @@ class Segment:
 
 def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
     """The segments of a call. Lengths are clamped to the sizes of the tensors."""
-    if problem.layout == "dense" and not _ragged(problem):
+    # Whether sequences may differ in length, offset or mask, so that each one is a segment.
+    has_own_mask = problem.block_tile is not None or problem.spans > 0
+    is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
+    if problem.layout == "dense" and not is_ragged:
         return _dense_segments(problem)
     return _ragged_segments(problem, operands)
 
@@ -367,7 +370,7 @@ class _Sequence(NamedTuple):
             packed_queries=problem.layout != "dense",
             packed_keys=problem.layout == "packed",
             mask=SegmentMask(
-                Visibility(problem.facts, M, N, *(self.positions or ())), layout, spans
+                Visibility(problem.options.facts, M, N, *(self.positions or ())), layout, spans
             ),
             has_all_queries=whole_batch and problem.layout == "dense" and M == problem.M,
             has_all_keys=whole_batch and problem.layout != "packed" and all_keys,
@@ -411,12 +414,6 @@ def _adjacent_of_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Ite
         joined = sequence
     if joined is not None:
         yield joined
-
-
-def _ragged(problem: AttentionProblem) -> bool:
-    """Whether sequences may differ in length, offset or mask, so that each one is a segment."""
-    has_own_mask = problem.block_tile is not None or problem.spans > 0
-    return problem.has_lengths or problem.page_size > 0 or has_own_mask
 
 
 def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
