@@ -283,7 +283,7 @@ def get_scheduler_metadata(
     checks.tensor("cache_seqlens", cache_seqlens)
     checks.per_sequence("cache_seqlens", cache_seqlens, cache_seqlens, batch_size)
     checks.splits("num_splits", num_splits)
-    checks.hints(pack_gqa, sm_margin, None, cache_seqlens)
+    checks.performance_hints(pack_gqa, sm_margin, None, cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 

@@ -49,7 +49,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("call.prepare",),
     ("call.options", "call.attn_mask", "call.packing"),
     ("bert_padding", "layers"),
-    ("call.checks", "call.keywords", "call.memo", "call.absorbed"),
+    ("call.checks", "call.keywords", "call.memo", "call.fold_qv"),
     ("call.dispatch",),
     ("call.layouts",),
     ("call",),

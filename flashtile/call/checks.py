@@ -221,7 +221,7 @@ def window(window_size: Any) -> Window:
     return Window(*integers)
 
 
-def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> None:
+def performance_hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> None:
     """Check the hints of FlashAttention-3 and -4 except `num_splits`, which `scalars` checks."""
     if pack_gqa is not None and not isinstance(pack_gqa, bool):
         raise TypeError(f"pack_gqa: got {type(pack_gqa).__name__}, want True, False or None")
@@ -628,7 +628,7 @@ def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
     )
 
 
-def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:
+def folded_qv(qv: Any, q: Tensor, v: Tensor) -> None:
     """Check that qv has the shape of q with the head dim of v."""
     tensor("qv", qv)
     if q.dtype in FLOAT8 or v.dtype in FLOAT8:

@@ -32,7 +32,7 @@ class Decision(NamedTuple):
     """A call that has passed all checks."""
 
     problem: AttentionProblem  # with the backend
-    has_extras: bool  # tensors besides q, k and v
+    has_optional_tensors: bool  # tensors besides q, k and v
     pick: Pick | None  # of a call whose operands are arguments themselves
     forward: PreparedForward | None  # of such a call, if it consists of launches
 
@@ -158,7 +158,7 @@ def decision_of(
     arguments: tuple[Any, ...],
 ) -> Decision:
     """The decision for a checked call, whose `arguments` are those of `arguments_of`."""
-    has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
+    has_optional_tensors = any(x is not None for x in (*operands[3:], given.get("qv")))
     pick = _pick(operands, layout, given, arguments)
     prepares = problem.device_type == "cuda" and pick is not None
     if isinstance(layout, Cached):
@@ -168,7 +168,7 @@ def decision_of(
     forward = None
     if prepares:
         forward = PreparedForward(problem, dispatch.load(problem.options.backend))
-    return Decision(problem, has_extras, pick, forward)
+    return Decision(problem, has_optional_tensors, pick, forward)
 
 
 def _pick(

@@ -28,9 +28,9 @@ from ..problem import (
 from ..rng_state import draw_rng_state
 from ..score_mod import derivative
 from . import checks, dispatch, memo
-from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
 from .dispatch import Checked, decide
+from .fold_qv import with_folded_qv, with_placeholders
 from .layouts import Cached, Dense, Layout, Packed
 from .memo import QKV, Given
 from .options import NUMBERS, TENSORS
@@ -104,7 +104,7 @@ def prepare(
     if key is not None:  # a tracer, for which there is none, cannot follow `decision_of`
         decision = memo.decision_of(problem, operands, layout, given, arguments)
         memo.decisions[key] = decision
-    if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
+    if isinstance(layout, Cached):  # replace the placeholders of `with_placeholders`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
 
@@ -118,7 +118,7 @@ def _decided(
     out: Tensor | None,
 ) -> Prepared:
     """A call like an earlier one."""
-    problem, has_extras, pick, forward = decision
+    problem, has_optional_tensors, pick, forward = decision
     if isinstance(layout, Cached):
         checks.length_on_host(qkv[1], layout)
     if pick is not None:
@@ -127,9 +127,9 @@ def _decided(
         operands = _operands(qkv, layout, given)
         qv = given.get("qv")
         if qv is not None and not isinstance(layout, Cached):
-            operands = absorb_operands(operands, qv)
+            operands = with_folded_qv(operands, qv)
     is_on_gpu = problem.device_type == "cuda"
-    checks_values = has_extras and not (is_on_gpu and not checks.checks_values_on_gpu())
+    checks_values = has_optional_tensors and not (is_on_gpu and not checks.checks_values_on_gpu())
     if checks_values or out is not None or operands.workspace is not None:
         checks.memory_and_values(layout, operands, problem.options, out, given.get("seqused_k"))
     return new_tuple(Prepared, (problem, operands, layout, given, forward))
@@ -155,9 +155,9 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     else:
         checks.cached(q, k, v, layout)
     if qv is not None:
-        checks.absorbed(qv, q, v)
+        checks.folded_qv(qv, q, v)
     metadata = given.get("scheduler_metadata")
-    checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
+    checks.performance_hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
     if given.get("mask") is not None:
         checks.spans(given["mask"], q)
     if given.get("block_mask") is not None:
@@ -165,8 +165,8 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     operands = _operands(qkv, layout, given)
     B, M, N = layout.sizes(q, k)
     if qv is not None:
-        absorb = described_operands if isinstance(layout, Cached) else absorb_operands
-        operands = absorb(operands, qv)
+        fold = with_placeholders if isinstance(layout, Cached) else with_folded_qv
+        operands = fold(operands, qv)
     options = _numbers(given, operands.q.shape[-1], M, N)
     checks.optional_tensors(operands, B, M, N)
     has_tables = operands.alibi_slopes is not None or operands.relative_bias is not None

@@ -149,7 +149,7 @@ def packed_call(
         raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
     padded = q
     q, k, v = layout.packed(q, k, v)
-    qv = absorbed_query(options.get("qv"), padded, v, layout)
+    qv = packed_qv(options.get("qv"), padded, v, layout)
     bias = score_bias(options, padded, layout)
     bias_has_rows = has_rows(bias, layout)
     if bias is not None and bias_has_rows:
@@ -196,7 +196,7 @@ def packed_call(
     return PackedCall(operands, numbers, used, tiles, bias_has_rows)
 
 
-def absorbed_query(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
+def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
     """The packed tokens of `qv`, whose products with the values are added to the scores.
 
     Args:
@@ -208,7 +208,7 @@ def absorbed_query(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | No
     if qv is None:
         return None
     (qv,) = cast_inputs(qv)
-    checks.absorbed(qv, q, v)
+    checks.folded_qv(qv, q, v)
     return layout.without_padding("qv", qv, layout.queries, layout.local_tokens)
 
 

@@ -117,7 +117,7 @@ def attend(
             checks.tensor(name, options[name])
     q, k, v = cast_inputs(*qkv)
     window = checks.window(options.get("window_size", (-1, -1)))
-    checks.hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)
+    checks.performance_hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)
     dropout_p = options.get("dropout_p", 0.0)
     blocks, spans = options.get("block_mask"), options.get("mask")
     if spans is not None:
