@@ -19,10 +19,9 @@ from ...problem import (
 )
 from . import float8, native, tiles
 from .distances import DistanceGradients
-from .indices import Indices
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
-from .segments import Segment, segments
+from .segments import Indices, Segment, segments
 
 
 class Sums(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...lru import memoised
 from ...masks import FULL, PARTIAL, Positions, Run, Visibility
-from ...problem import AttentionProblem, Operands
+from ...problem import AttentionProblem, Operands, Options
 
 # Batch rows times heads of one segment: bounds the tiles' memory when the batch is large.
 MAX_BATCH_HEADS = 64
@@ -507,3 +507,38 @@ def _head_groups(
     for h in range(problem.Hq):
         kv = h // problem.group
         yield slice(h, h + 1), slice(kv, kv + 1), layouts.at(b, h)
+
+
+class Indices(NamedTuple):
+    """The indices of a segment's sequences, heads, queries and keys in the whole call, of which a
+    rank of context parallelism has only a part: dropout and score functions count by them.
+    """
+
+    batch: Tensor  # (batch,)
+    heads: Tensor  # (heads,)
+    visibility: Visibility
+    shift: int  # position of a query minus its index
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options, segment: Segment) -> Indices:
+        """The indices of a segment."""
+        batch, heads = segment.batch, segment.heads
+        visibility = segment.mask.visibility
+        found = cls(
+            torch.arange(batch.start, batch.stop),
+            torch.arange(heads.start, heads.stop) + options.first_head,
+            visibility,
+            visibility.N - visibility.M,
+        )
+        if operands.sequences is None:
+            return found
+        number, shift = operands.sequences[batch.start].tolist()
+        return found._replace(batch=torch.tensor([number]), shift=shift)
+
+    def queries(self, m0: int, m1: int) -> Tensor:
+        """The indices of the query rows ``[m0, m1)``."""
+        return self.visibility.row_positions(m0, m1) - self.shift
+
+    def keys(self, run: KeyRun) -> Tensor:
+        """The indices of the keys of a run."""
+        return self.visibility.key_positions(run.start, run.stop)
