@@ -149,14 +149,18 @@ def packed_call(
         raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
     padded = q
     q, k, v = layout.packed(q, k, v)
-    qv = packed_qv(options.get("qv"), padded, v, layout)
+    qv, spans, tiles = (options.get(name) for name in ("qv", "mask", "block_mask"))
+    if qv is not None:
+        qv = packed_qv(qv, padded, v, layout)
     bias = score_bias(options, padded, layout)
-    bias_has_rows = has_rows(bias, layout)
+    bias_has_rows = bias is not None and has_rows(bias, layout)
     if bias is not None and bias_has_rows:
         bias = bias[:, :, : q.shape[0] // max(layout.sequences, 1)]
-    spans = packed_spans(options.get("mask"), padded, layout)
+    if spans is not None:
+        spans = packed_spans(spans, padded, layout)
     used = used_tokens(options, q, layout)
-    tiles = tile_map(options.get("block_mask"), q, used)
+    if tiles is not None:
+        tiles = tile_map(tiles, q, used)
     if used.query_rows is not None:
         q = q.index_select(0, used.query_rows)
         qv = None if qv is None else qv.index_select(0, used.query_rows)
@@ -167,7 +171,8 @@ def packed_call(
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
     apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod", "qv"}
     given = {n: x for n, x in options.items() if n not in apart}
-    given |= score_function(options.get("score_mod"), padded)
+    if options.get("score_mod") is not None:
+        given |= score_function(options["score_mod"], padded)
     given["mask"] = spans
     slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
     if slopes is not None:
@@ -196,7 +201,7 @@ def packed_call(
     return PackedCall(operands, numbers, used, tiles, bias_has_rows)
 
 
-def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
+def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor:
     """The packed tokens of `qv`, whose products with the values are added to the scores.
 
     Args:
@@ -205,8 +210,6 @@ def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
     Raises:
         ValueError, TypeError: it does not fit.
     """
-    if qv is None:
-        return None
     (qv,) = cast_inputs(qv)
     checks.folded_qv(qv, q, v)
     return layout.without_padding("qv", qv, layout.queries, layout.local_tokens)
@@ -283,16 +286,16 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
     return as_bias(q, sizes, **masks)
 
 
-def has_rows(bias: Tensor | None, layout: Layout) -> bool:
+def has_rows(bias: Tensor, layout: Layout) -> bool:
     """Whether a bias has a row for each query of a rank, padding included. All ranks agree on it.
     Where every rank has one query, a single row belongs to that query, unless the bias is of
     several documents."""
-    if bias is None or bias.shape[2] != layout.local_tokens:
+    if bias.shape[2] != layout.local_tokens:
         return False
     return bool(layout.sequences) or bias.shape[0] == 1
 
 
-def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
+def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans:
     """The intervals of a rank's packed tokens, (1, heads or 1, tokens, intervals).
 
     Args:
@@ -301,22 +304,18 @@ def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
     Raises:
         ValueError, TypeError: the mask does not fit.
     """
-    if mask is None:
-        return None
     checks.spans(mask, q)
     rows = layout.queries.tokens(layout.rank) // max(layout.sequences, 1)
     mine = Spans(*(x[:, :, :rows] for x in mask))
     return mine.pack(layout.sequences) if layout.sequences else mine
 
 
-def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap | None:
+def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap:
     """The plan of a block mask, whose tiles all pieces of documents have to begin at.
 
     Raises:
         ValueError, TypeError, NotImplementedError: the mask does not fit.
     """
-    if mask is None:
-        return None
     if not isinstance(mask, BlockMask):
         checks.flex_mask(mask)
         raise NotImplementedError(
