@@ -31,7 +31,7 @@ import flashtile
 from examples.demo.inputs import find_play
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 from flashtile.ops.quantize.formula import dequantized, power_of_two
-from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, default_scale
+from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from flashtile.quantize import attention_fp8, quantize_qkv, rotation
 from flashtile.quantize.tensors import rows_of
 from flashtile.testing import generator, normal
@@ -101,7 +101,7 @@ def gradients(
     """dQ, dK and dV. `operands`: Q, K, V, O (batch, heads, rows, head_dim) and L (batch, heads,
     rows), float32; rows are whole blocks."""
     q, k, v, out, lse = operands
-    scale = default_scale(q.shape[-1])
+    scale = q.shape[-1] ** -0.5
     dout = rounded(dout, how.dO, largest_of_rows(dout))
     delta = (dout * out).sum(-1, keepdim=True)
     S = q @ k.mT * scale

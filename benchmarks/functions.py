@@ -15,8 +15,7 @@ from torch import Tensor
 
 from flashtile import api
 from flashtile.api import explain
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 
 from .prepared import Prepared, Skip, heads_first, leaves_of, output_alone, refuse
 from .shapes import BLOCK_TILE, Case, Inputs, document_lengths

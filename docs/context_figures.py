@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashtile.distributed import ContextParallel
+from flashtile.distributed.decode import Dealt
 from flashtile.distributed.partition import Piece, ShardMap
-from flashtile.positions import Dealt
 from flashtile.testing.wires import run_ranks
 
 COLORS = (BLUE, ORANGE, GREEN, RED)

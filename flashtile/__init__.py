@@ -16,9 +16,8 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 from .lru import clear_caches
-from .masks import BlockMask
+from .masks import BlockMask, Spans
 from .quantize import Quantized, attention_fp8, quantize_qkv
-from .spans import Spans
 
 # Type checkers read __init__.pyi instead of this file.
 _SUBMODULES = (

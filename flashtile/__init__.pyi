@@ -20,11 +20,11 @@ from .call.dispatch import BackendName
 from .call.dispatch import backend as backend
 from .call.options import WindowSize
 from .lru import clear_caches as clear_caches
-from .masks import BlockMask as BlockMask
+from .masks.block_mask import BlockMask as BlockMask
+from .masks.spans import Spans as Spans
 from .ops.quantize.formula import Quantized as Quantized
 from .quantize.tensors import quantize_qkv as quantize_qkv
 from .score_mod import ScoreFunction
-from .spans import Spans as Spans
 
 __version__: str
 

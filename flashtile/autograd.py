@@ -17,8 +17,7 @@ from torch import Tensor
 
 from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
-from .backend_interface import Gradients, Run, Tensors
-from .prepared_calls import PreparedForward
+from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -93,8 +92,6 @@ def attend(
     compiling = torch.compiler.is_compiling()
     if compiling:
         operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
-    else:
-        flops.register_when_counting()
     transforms = is_transformed()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode:
@@ -117,6 +114,8 @@ def attend(
         )
     ):
         options = problem.options
+        if not compiling:
+            flops.register_when_counting()
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
         if operands.workspace is not None:
@@ -352,6 +351,8 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
     """The needed gradients, computed by the op; differentiating them again raises an error."""
     # Compiled graphs reject double backward themselves, and cannot trace a Function in a backward.
     compiling = torch.compiler.is_compiling()
+    if not compiling:
+        flops.register_when_counting()
     derivative = (
         torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
     )

@@ -91,8 +91,10 @@ def _check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -
             "heads, head_dim) or (splits, total, heads, head_dim)"
         )
     without_head_dim = "out_partial without its last dimension"
-    checks.shape("lse_partial", lse_partial, tuple(out_partial.shape[:-1]), without_head_dim)
-    checks.same_device("lse_partial", lse_partial, out_partial)
+    checks.tensor(
+        "lse_partial", lse_partial, shape=tuple(out_partial.shape[:-1]), meaning=without_head_dim
+    )
+    checks.tensor("lse_partial", lse_partial, like=out_partial)
     if not out_partial.is_floating_point():
         raise TypeError(f"out_partial: got dtype {out_partial.dtype}, want a floating dtype")
     if lse_partial.dtype not in (torch.float32, torch.float64):
@@ -101,8 +103,10 @@ def _check_parts(out_partial: Any, lse_partial: Any, out: Any, out_dtype: Any) -
         raise TypeError(f"out_dtype: got {out_dtype}, want a floating dtype")
     if out is not None:
         checks.tensor("out", out)
-        checks.shape("out", out, tuple(out_partial.shape[1:]), "out_partial without its splits")
-        checks.same_device("out", out, out_partial)
+        checks.tensor(
+            "out", out, shape=tuple(out_partial.shape[1:]), meaning="out_partial without its splits"
+        )
+        checks.tensor("out", out, like=out_partial)
         if not out.is_floating_point():
             raise TypeError(f"out: got dtype {out.dtype}, want a floating dtype")
 

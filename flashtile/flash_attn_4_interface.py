@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from . import flash_attn_2_cuda
+from .api import attention, attention_varlen
 from .call import checks
 from .combine import flash_attn_combine
-from .flash_attn_4_layouts import Layout, Tensors, attend
 from .masks import Window
 
 __all__ = [
@@ -293,10 +293,17 @@ def _flash_attn_fwd(
         if heads_last:
             found_lse = found_lse.transpose(-1, -2).contiguous()
         if out is not None:
-            checks.shape("out", out, tuple(found.shape), "q's shape with v's head dim")
+            checks.tensor(
+                "out", out, shape=tuple(found.shape), meaning="q's shape with v's head dim"
+            )
             found = out.copy_(found)
         if lse is not None:
-            checks.shape("lse", lse, tuple(found_lse.shape), "one number for each query and head")
+            checks.tensor(
+                "lse",
+                lse,
+                shape=tuple(found_lse.shape),
+                meaning="one number for each query and head",
+            )
             found_lse, wants_lse = lse.copy_(found_lse), True
     return found, found_lse if wants_lse else None, None, None
 
@@ -403,3 +410,50 @@ def _refuse(**given: Any) -> None:
         if value is not None:
             why = _WHY.get(name.removesuffix("_bwd"), "belongs to score_mod and mask_mod")
             raise NotImplementedError(f"{name}: {why}")
+
+
+# Queries and keys are padded or packed, independently.
+
+
+class Tensors(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    qv: Tensor | None
+
+
+class Layout(NamedTuple):
+    """The layout of queries and keys; those without cumulative lengths are padded."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
+
+    @property
+    def is_padded(self) -> bool:
+        return all(x is None for x in (self.cu_seqlens_q, self.cu_seqlens_k, self.page_table))
+
+
+def attend(tensors: Tensors, layout: Layout, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the heads of lse first."""
+    q, k, v, qv = tensors
+    cu_seqlens_q, cu_seqlens_k, M, N, seqused_q, seqused_k, page_table = layout
+    options |= {"qv": qv, "seqused_q": seqused_q, "seqused_k": seqused_k, "return_lse": True}
+    result: Any
+    if layout.is_padded:
+        result = attention(q, k, v, **options)
+        return result
+    if page_table is not None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k: cannot be combined with page_table; pass seqused_k")
+    # The number of all tokens is an upper bound that the host knows without waiting for the GPU.
+    if cu_seqlens_q is not None and M is None:
+        M = q.shape[0]
+    if cu_seqlens_k is not None and N is None:
+        N = k.shape[0]
+    lengths = (cu_seqlens_q, cu_seqlens_k, M, N)
+    result = attention_varlen(q, k, v, *lengths, page_table=page_table, **options)
+    return result

@@ -33,7 +33,7 @@ def convert_blockmask(blockmask: Tensor, causal: bool = False) -> Tensor:
     Raises:
         ValueError: `blockmask` is not 2-D, or `causal` is True.
     """
-    checks.rank("blockmask", blockmask, "query tiles, key tiles")
+    checks.tensor("blockmask", blockmask, dims="query tiles, key tiles")
     if causal:
         raise ValueError("causal: got True, want False; pass causal=True to the attention instead")
     visible = blockmask != 0
@@ -87,7 +87,7 @@ def flash_blocksparse_attn_func(
     Source: FlashAttention (Dao et al. 2022), section 3.3 and algorithm 5.
     """
     q, k, v = checks.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
-    checks.rank("blockmask", blockmask, "query tiles, key tiles")
+    checks.tensor("blockmask", blockmask, dims="query tiles, key tiles")
     if not convert_mask:
         blockmask = _tiles_of(blockmask)
     return attention_varlen(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .lru import memoised
-from .masks import Chunk, Window, structure
+from .masks import BlockMask, Chunk, Window, structure
 from .score_mod import parsed
 
 
@@ -49,8 +49,8 @@ class Operands(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     workspace: Tensor | None = None  # (bytes,) uint8, scratch for partial results of a forward
-    # Packed sequences of which the tensors hold parts only (see `positions`). Runs are pairs of
-    # first row, 0 first, and position; unused ones begin at row NO_RUN. Both have as many runs.
+    # Packed sequences of which the tensors hold parts only (see `masks.Positions`). Runs are pairs
+    # of first row, 0 first, and position; unused ones begin at row NO_RUN. Both have as many runs.
     q_runs: Tensor | None = None  # (B, runs, 2) int32
     k_runs: Tensor | None = None  # (B, runs, 2) int32
     # (B, 2) int32: the index of the sequence in the whole call, and its keys minus its queries.
@@ -59,6 +59,15 @@ class Operands(NamedTuple):
     span_starts: Tensor | None = None
     span_stops: Tensor | None = None
     captured_integers: Tensor | None = None  # (n,) int64, what `score_mod` reads
+
+
+def tile_operands(mask: BlockMask) -> dict[str, Tensor]:
+    """The operands that hold a block mask, by name."""
+    return {
+        "tile_kinds": mask.kinds,
+        "partial_index": mask.partial_index,
+        "partial_tiles": mask.partial_tiles,
+    }
 
 
 class Presence:
@@ -332,8 +341,3 @@ def lse_shape(operands: Operands) -> tuple[int, ...]:
     if operands.cu_seqlens_q is not None:
         return q.shape[1], q.shape[0]
     return q.shape[0], q.shape[2], q.shape[1]
-
-
-def default_scale(head_dim: int) -> float:
-    """``head_dim ** -0.5`` of the true, unpadded head dim."""
-    return head_dim**-0.5

@@ -63,9 +63,9 @@ CPU = [
     ),
     Planted(
         "a window cuts a causal square",
-        "_causal_square",
-        "last_start > first_start or",
-        "last_start > n0 or",
+        "Visibility.causal_square",
+        "self.key_range(m1 - 1)[0] > self.key_range(m0)[0]",
+        "self.key_range(m1 - 1)[0] > n0",
         "tests/test_cpu_pieces.py -k test_pieces_of_the_native_kernel",
     ),
     Planted(
@@ -395,8 +395,8 @@ INTEGRATIONS_AND_MODELS = [
     Planted(
         "a repeated call does not check its lengths",
         "_decided",
-        "checks_values = has_extras and",
-        "checks_values = not has_extras and",
+        "checks_values = has_optional_tensors and",
+        "checks_values = not has_optional_tensors and",
         "tests/test_memo.py -k test_cache_values_are_checked_after",
     ),
     Planted(

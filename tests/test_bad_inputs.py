@@ -11,8 +11,7 @@ import torch
 from bad_calls import cache, dense, packed, refuse, tensor, zeros
 
 import flashtile
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 from flashtile.testing import cu_seqlens, generator, qkv, rotary_tables
 
 

@@ -12,12 +12,16 @@ from conformance.harness import Sizes, check_dense, random_spans
 import flashtile
 from flashtile import flash_attn_2_cuda
 from flashtile.backends.cpu import float8, launch, native, plan
-from flashtile.backends.cpu.segments import MAX_BATCH_HEADS, BlockLayout, SegmentMask, segments
-from flashtile.backends.cpu.span_rows import SpanRows
+from flashtile.backends.cpu.segments import (
+    MAX_BATCH_HEADS,
+    BlockLayout,
+    SegmentMask,
+    SpanRows,
+    segments,
+)
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
-from flashtile.masks import FULL, PARTIAL, Chunk, Visibility, Window
-from flashtile.spans import Spans
+from flashtile.masks import FULL, PARTIAL, Chunk, Spans, Visibility, Window
 from flashtile.testing import cu_seqlens, dense_spans, generator, packed_qkv
 
 pytestmark = pytest.mark.slow

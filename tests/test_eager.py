@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo import eval_frame
 
-from flashtile.eager import compiled_functions_run_eagerly
+from flashtile.score_mod.trace import compiled_functions_run_eagerly
 
 
 @pytest.fixture(autouse=True)

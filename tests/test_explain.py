@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call import decide
+from flashtile.call import dispatch
 from flashtile.testing import cu_seqlens
 
 q, k, v = (torch.randn(2, 5, heads, 8) for heads in (4, 2, 2))
@@ -38,8 +38,8 @@ def test_a_cached_call_without_new_tokens_has_no_steps():
 @pytest.mark.parametrize("paged", [True, False])
 def test_prefill_is_explained_as_the_packed_call_that_runs(paged, monkeypatch):
     """Where another backend takes packed sequences, which the decision then names."""
-    monkeypatch.setattr(decide, "FEWEST_QUERIES", 1)
-    monkeypatch.setattr(decide.dispatch, "select", chosen_by_layout)
+    monkeypatch.setattr(dispatch, "FEWEST_QUERIES", 1)
+    monkeypatch.setattr(dispatch, "select", chosen_by_layout)
     cache = dict(CACHE)
     if not paged:
         del cache["page_table"]

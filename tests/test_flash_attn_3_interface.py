@@ -9,7 +9,6 @@ import torch
 
 import flashtile
 from flashtile import flash_attn_3_interface as fa3
-from flashtile import forward_only
 from flashtile.backends.triton import plan as triton_plan
 from flashtile.testing import cu_seqlens, generator, normal, qkv
 
@@ -207,7 +206,7 @@ def test_private_backward(packed, seed):
 @pytest.mark.parametrize("given", ["float8", "qv"])
 def test_a_call_without_backward_fails_in_its_backward_only(given, monkeypatch):
     """Like on a GPU: the test patches `_has_no_backward` on every device."""
-    monkeypatch.setattr(forward_only, "_has_no_backward", lambda q, qv: True)
+    monkeypatch.setattr(fa3, "_has_no_backward", lambda q, qv: True)
     dtype = torch.float8_e4m3fn if given == "float8" else torch.bfloat16
     q, k, v, qv = (torch.randn(1, 9, 2, 32).to(dtype).requires_grad_() for _ in range(4))
     more = {"qv": qv} if given == "qv" else {}
@@ -230,7 +229,7 @@ def test_a_call_without_backward_fails_in_its_backward_only(given, monkeypatch):
 
 
 def test_the_widest_head_dim_with_a_gradient_is_the_backends():
-    assert forward_only.WIDEST_WITH_GRADIENT == triton_plan.MAX_HEAD_DIM
+    assert fa3.WIDEST_WITH_GRADIENT == triton_plan.MAX_HEAD_DIM
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "qv"])

@@ -16,7 +16,7 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 
-from flashtile.integrations import transformers_attend, transformers_packing  # noqa: E402  # needs transformers
+from flashtile.integrations import transformers_attend  # noqa: E402  # needs transformers
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def families(*families):
 def hidden_scores(request, monkeypatch):
     """Short sequences one by one and from all slots of a cache, and together, with a bias."""
     if request.param == "bias":
-        monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", 10**9)
+        monkeypatch.setattr(transformers_attend, "HIDDEN_SCORES", 10**9)
     else:
         monkeypatch.setattr(transformers_attend, "is_on_cpu", lambda x: False)
 

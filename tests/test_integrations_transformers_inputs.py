@@ -22,7 +22,6 @@ from transformers import masking_utils  # noqa: E402  # needs transformers
 from flashtile.integrations import (  # noqa: E402  # needs transformers
     transformers_attend,
     transformers_masks,
-    transformers_packing,
 )
 
 NAME = integration.register()
@@ -54,7 +53,7 @@ def test_positions_of_one_row_are_those_of_every_row(use_cache):
 @pytest.mark.parametrize("hidden_scores", [0, 10**9])
 @torch.no_grad()
 def test_a_mask_of_one_row_is_that_of_every_row(hidden_scores, monkeypatch):
-    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", hidden_scores)
+    monkeypatch.setattr(transformers_attend, "HIDDEN_SCORES", hidden_scores)
     model, ids = build("llama"), tokens(3)
     mask = torch.ones(1, ids.shape[1], dtype=torch.long)
     mask[0, :4] = 0
@@ -126,7 +125,7 @@ def test_positions_may_change_behind_pytorchs_back():
 def test_masks_may_change_behind_pytorchs_back(shape, dtype, monkeypatch):
     if (len(shape), dtype) in ((4, torch.long), (2, torch.float64)):
         pytest.skip("no mask of this dtype")
-    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", 0)
+    monkeypatch.setattr(transformers_attend, "HIDDEN_SCORES", 0)
     q, k, v = heads((4, 6, 16), (4, 6, 16), (4, 6, 16))
     shows, hides = (0.0, -torch.inf) if dtype.is_floating_point else (1, 0)
     want = plain(q, k, v, torch.arange(6) != 2)
@@ -167,7 +166,7 @@ def test_layers_of_one_step_share_what_they_learn(monkeypatch):
 @pytest.mark.parametrize("bias", [0, 10**9], ids=["packed", "bias"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_more_queries_than_keys_are_aligned_to_the_bottom_right(bias, window, monkeypatch):
-    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", bias)
+    monkeypatch.setattr(transformers_attend, "HIDDEN_SCORES", bias)
     q, k, v = heads((4, 50, 16), (4, 12, 16), (4, 12, 16))
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, 8:], mask[1, :4] = 0, 0

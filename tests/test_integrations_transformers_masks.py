@@ -14,7 +14,6 @@ from transformers import masking_utils  # noqa: E402  # needs transformers
 from flashtile.integrations import (  # noqa: E402  # needs transformers
     transformers_attend,
     transformers_masks,
-    transformers_packing,
 )
 
 pytestmark = pytest.mark.slow
@@ -302,7 +301,7 @@ def test_packed_sequences_with_a_bias():
 def test_a_document_ends_with_its_row():
     """Also where the next row begins with a document of the same number."""
     numbers = torch.tensor([[1, 1, 1], [1, 2, 0]], dtype=torch.int32)
-    packed = transformers_packing.packing(numbers, 3, pack_queries=True)
+    packed = transformers_attend.packing(numbers, 3, pack_queries=True)
     assert packed.cu_seqlens_k.tolist() == [0, 3, 4, 5]
 
 
@@ -366,7 +365,7 @@ def test_short_sequences_on_a_cpu_take_a_bias(pattern, queries, side, monkeypatc
     )
     results = []
     for most in (0, 10**9):
-        monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", most)
+        monkeypatch.setattr(transformers_attend, "HIDDEN_SCORES", most)
         mask = transformers_masks.attention_mask(
             **sizes, mask_function=function, attention_mask=keep.clone()
         )
@@ -382,7 +381,7 @@ def test_short_sequences_on_a_cpu_take_a_bias(pattern, queries, side, monkeypatc
 
 @pytest.mark.parametrize(("heads", "has_bias"), [(2, True), (3, False)])
 def test_a_bias_is_for_little_padding(heads, has_bias, monkeypatch):
-    monkeypatch.setattr(transformers_packing, "HIDDEN_SCORES", 12)
+    monkeypatch.setattr(transformers_attend, "HIDDEN_SCORES", 12)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]]).bool()  # 3 rows, 2 sequences
-    bias = transformers_packing.cheap_bias(mask, 3, heads, pack_queries=True, causal=True)
+    bias = transformers_attend.cheap_bias(mask, 3, heads, pack_queries=True, causal=True)
     assert (bias is not None) == has_bias

@@ -54,7 +54,7 @@ def test_few_tiles_are_evaluated_at_once(monkeypatch):
         evaluate = evaluated(*asked)
         return lambda where: seen.append(evaluate(where)) or seen[-1]
 
-    monkeypatch.setattr("flashtile.masks.function_of_tiles", counted)
+    monkeypatch.setattr("flashtile.masks.block_mask.function_of_tiles", counted)
     BlockMask.from_function(lambda b, h, i, j: i >= j, (40, 40), tile_size=(4, 4))
     assert len(seen) == 25
     assert max(x.numel() for x in seen) == 64

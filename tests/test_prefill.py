@@ -10,7 +10,7 @@ import torch
 import flashtile
 from flashtile import backends
 from flashtile.backends import cpu
-from flashtile.call import decide, dispatch
+from flashtile.call import dispatch
 from flashtile.testing import cu_seqlens, generator, normal, paged
 
 B, M, CAPACITY, HQ, HK, D, DV = 3, 6, 32, 4, 2, 16, 8
@@ -30,9 +30,9 @@ def calls(monkeypatch):
         return [] if problem.layout == "packed" else ["not packed"]
 
     twin = SimpleNamespace(unsupported_reasons=unsupported_reasons, forward=forward)
-    monkeypatch.setitem(backends._loaded, "twin", twin)
+    monkeypatch.setitem(backends.BACKENDS, "twin", twin)
     monkeypatch.setattr(dispatch, "ORDER", ("twin", "cpu"))
-    monkeypatch.setattr(decide, "FEWEST_QUERIES", M * HQ // HK)
+    monkeypatch.setattr(dispatch, "FEWEST_QUERIES", M * HQ // HK)
     flashtile.clear_caches()
     yield seen
     flashtile.clear_caches()
@@ -90,6 +90,6 @@ def test_other_calls_stay_as_they_are(change, calls, monkeypatch, seed):
         spread = torch.stack([call["k_cache"], call["k_cache"]], 1)
         call["k_cache"] = spread[:, 0]
     else:
-        monkeypatch.setattr(decide, "LARGEST_COPY", 1)
+        monkeypatch.setattr(dispatch, "LARGEST_COPY", 1)
     flashtile.attention_with_kvcache(**call)
     assert not calls

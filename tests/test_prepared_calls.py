@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashtile import autograd
+from flashtile.backend_interface import PreparedBackward, PreparedForward
 from flashtile.backends import cpu
-from flashtile.prepared_calls import PreparedBackward, PreparedForward
 from flashtile.problem import AttentionProblem, Operands, Options
 
 

@@ -25,8 +25,7 @@ from flashtile.integrations import sdpa
 from flashtile.layers.rotary import (
     apply_rotary_emb,
 )
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 from flashtile.testing import cu_seqlens, generator, normal, qkv, rotary_tables
 
 pytestmark = pytest.mark.slow
@@ -325,7 +324,7 @@ class TestCompile:
             raise AssertionError("called")
 
         monkeypatch.setattr(prepare, "decide", as_on_a_gpu)
-        monkeypatch.setattr(prepare, "_pick", pick)
+        monkeypatch.setattr(memo, "_pick", pick)
         monkeypatch.setattr(memo, "decisions", {})
         function = getattr(flashtile, name)
         call = cache_call(5, "contiguous")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import Spans
-from flashtile.spans import FAR_LEFT, MAX_INTERVALS
+from flashtile.masks import FAR_LEFT, MAX_INTERVALS
 from flashtile.testing import attention_reference, dense_spans, generator, normal
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from flashtile.distributed.partition import Facts, ShardMap, TileMap
 from flashtile.distributed.schedule import whole_groups
 from flashtile.lru import memoised
-from flashtile.masks import Visibility
-from flashtile.positions import Span
+from flashtile.masks import Span, Visibility
 
 SAMPLES = 8  # intervals of a piece, over which the number of keys is taken as linear
 

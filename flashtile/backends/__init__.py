@@ -7,27 +7,34 @@ backend of a call, `autograd`, which runs it, and the commands of `cli` import f
 from __future__ import annotations
 
 from importlib import import_module
-from typing import cast
+from typing import Literal, cast
 
 from ..backend_interface import Appender, Backend, IndexChecker
 
-_loaded: dict[str, Backend] = {}
+BackendName = Literal["cpu", "hopper", "triton"]  # the folders here
 
+# In order of preference.
+ORDER: tuple[BackendName, ...] = (
+    "cpu",  # every option, on every machine; the tensors must be on the CPU
+    "hopper",  # the common options, on an H100 or H200, at the speed of that machine
+    "triton",  # every option but float64, on any CUDA GPU from sm_80 on
+)
 
-def load(name: str) -> Backend:
-    """The backend module `name`, imported once; the first launch imports its kernels."""
-    if name not in _loaded:
-        _loaded[name] = cast(Backend, import_module(f".{name}", __name__))
-    return _loaded[name]
+# Imported here and not on first use, because torch.compile cannot trace an import. This imports
+# only the code that decides what a backend supports, not the kernels or their compiler.
+BACKENDS: dict[str, Backend] = {
+    name: cast(Backend, import_module(f".{name}", __name__)) for name in ORDER
+}
+load = BACKENDS.__getitem__
 
 
 def appender(name: str) -> Appender | None:
-    """The backend module `name`, if it is an `Appender`."""
+    """The backend `name`, if it is an `Appender`."""
     module = load(name)
     return cast(Appender, module) if hasattr(module, "append_and_forward") else None
 
 
 def index_checker(name: str) -> IndexChecker | None:
-    """The backend module `name`, if it is an `IndexChecker`."""
+    """The backend `name`, if it is an `IndexChecker`."""
     module = load(name)
     return cast(IndexChecker, module) if hasattr(module, "check_indices") else None

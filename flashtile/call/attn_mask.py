@@ -27,8 +27,8 @@ def with_masks(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     attn_mask, key_padding_mask = (options.pop(n, None) for n in ("attn_mask", "key_padding_mask"))
     if attn_mask is None and key_padding_mask is None:
         return options
-    checks.rank("q", q, "batch, seq_q, heads, head_dim")
-    checks.rank("k", k, "batch, seq_k, kv_heads, head_dim")
+    checks.tensor("q", q, dims="batch, seq_q, heads, head_dim")
+    checks.tensor("k", k, dims="batch, seq_k, kv_heads, head_dim")
     (B, M, Hq), N = q.shape[:3], k.shape[1]
     sizes, bias = (B, Hq, M, N), options.get("bias")
     visible, bias = _visible(q, sizes, attn_mask, key_padding_mask, bias)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import autograd
+from ..backend_interface import PreparedForward
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
-from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, AttentionProblem, Operands
 from . import dispatch
-from .absorbed import absorb_operands
+from .fold_qv import with_folded_qv
 from .layouts import Cached
 from .packing import as_batch, starts
 from .prepare import Prepared, check_indices
@@ -34,7 +34,7 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
         problem = problem._replace(appending=None)
     operands, qv = rotate_and_append(call), call.given.get("qv")
     if qv is not None:
-        operands = absorb_operands(operands, qv)
+        operands = with_folded_qv(operands, qv)
     return _attend_appended(problem, operands)
 
 

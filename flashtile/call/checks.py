@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..gpu.workspace import MAX_SPLITS, workspace_size
-from ..masks import BlockMask, Window
+from ..masks import MAX_INTERVALS, BlockMask, Spans, Window
 from ..problem import (
     DIFFERENTIABLE,
     FLOAT8,
@@ -27,11 +27,9 @@ from ..problem import (
     FLOAT8_QUERY_BLOCK,
     Operands,
     Options,
-    batch_size,
     output_dtype,
 )
-from ..spans import MAX_INTERVALS, Spans
-from .layouts import Cached, Packed
+from .layouts import Cached, Layout, Packed
 
 # One tensor: its type, dtype, rank, shape and device.
 
@@ -45,8 +43,25 @@ def shape_of(x: Tensor) -> str:
     return str(tuple(x.shape))
 
 
-def tensor(name: str, x: Any) -> None:
-    """Raise unless `x` is a tensor that has a shape and strides."""
+def tensor(
+    name: str,
+    x: Any,
+    *,
+    dims: str = "",
+    dtypes: tuple[torch.dtype, ...] = (),
+    wanted: Any = None,
+    like: Tensor | None = None,
+    shape: tuple[int, ...] | None = None,
+    meaning: str = "",
+) -> None:
+    """Raise unless `x` is a tensor that has a shape and strides, and all that is asked of it.
+
+    Args:
+        dims: it has one dimension for each of these names.
+        dtypes: its dtype is one of these, as `wanted` says; by default the first one is wanted.
+        like: it is on the device of this tensor, the queries.
+        shape: it has this shape, which `meaning` explains.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, want a torch.Tensor")
     if x.is_nested:
@@ -57,39 +72,15 @@ def tensor(name: str, x: Any) -> None:
         )
     if x.layout != torch.strided:
         raise TypeError(f"{name}: got layout {x.layout}, want torch.strided")
-
-
-def shape(name: str, x: Tensor, wanted: tuple[int, ...], meaning: str) -> None:
-    """Raise ValueError unless `x` has the shape `wanted`; `meaning` explains that shape."""
-    if tuple(x.shape) != wanted:
-        raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted}, {meaning}")
-
-
-def rank(name: str, x: Any, meaning: str) -> None:
-    """Raise unless `x` is a tensor with one dimension for each name in `meaning`."""
-    tensor(name, x)
-    wanted = meaning.count(",") + 1
-    if x.dim() != wanted:
-        raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted} dimensions ({meaning})")
-
-
-def of_dtypes(name: str, x: Any, q: Tensor, dtypes: tuple[torch.dtype, ...], wanted: Any) -> None:
-    """Raise unless `x` is a tensor of one of `dtypes`, as `wanted` says, on the device of `q`."""
-    tensor(name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want {wanted}")
-    same_device(name, x, q)
-
-
-def index_tensor(name: str, x: Any, like: Tensor) -> None:
-    """Raise unless `x` is an int32 or int64 tensor on the device of `like`."""
-    of_dtypes(name, x, like, INDICES, torch.int32)
-
-
-def same_device(name: str, x: Tensor, like: Tensor) -> None:
-    """Raise ValueError unless `x` is on the device of `like` (the queries)."""
-    if x.device != like.device:
+    if dims and x.dim() != dims.count(",") + 1:
+        count = dims.count(",") + 1
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want {count} dimensions ({dims})")
+    if dtypes and x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {wanted or dtypes[0]}")
+    if like is not None and x.device != like.device:
         raise ValueError(f"{name}: got device {x.device}, want {like.device}, the device of q")
+    if shape is not None and tuple(x.shape) != shape:
+        raise ValueError(f"{name}: got shape {shape_of(x)}, want {shape}, {meaning}")
 
 
 def no_shared_elements(name: str, x: Tensor) -> None:
@@ -105,13 +96,13 @@ def no_shared_elements(name: str, x: Tensor) -> None:
 def per_sequence(name: str, x: Any, q: Tensor, batch: int) -> None:
     """Check an optional tensor of (batch,) integers."""
     if x is not None:
-        index_tensor(name, x, q)
-        shape(name, x, (batch,), "one number for each sequence")
+        meaning = "one number for each sequence"
+        tensor(name, x, dtypes=INDICES, like=q, shape=(batch,), meaning=meaning)
 
 
 def unpacked(name: str, x: Any, count: int, layout: str) -> tuple[Tensor, ...]:
     """Split `x` along its third dimension from the end, which must have size `count`."""
-    rank(name, x, layout)
+    tensor(name, x, dims=layout)
     if x.shape[-3] != count:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want ({layout})")
     return x.unbind(-3)
@@ -205,26 +196,6 @@ def splits(name: str, x: Any) -> Any:
     return count
 
 
-def scale(name: str, x: Any) -> Any:
-    """Check and return a factor on the scores; None for the default."""
-    return None if x is None else number(name, x, "a finite number, or None")
-
-
-def softcap(name: str, x: Any) -> Any:
-    """Check and return a bound on the scores' magnitude; 0 or None is off."""
-    return 0.0 if x is None else number(name, x, "a number >= 0 (0: off)", least=0.0)
-
-
-def chunk(name: str, x: Any) -> Any:
-    """Check and return a number of positions; 0 or None is off."""
-    return length(name, 0 if x is None else x)
-
-
-def probability(name: str, x: Any) -> Any:
-    """Check and return a probability below 1."""
-    return number(name, x, "a probability in [0, 1)", least=0.0, below=1.0)
-
-
 _PAIR = "a pair (left, right) of ints, with -1 or None for an unbounded side"
 
 
@@ -236,7 +207,8 @@ def window(window_size: Any) -> Window:
     """
     if window_size is None:
         return Window(None, None)
-    sides = as_python("window_size", window_size)
+    is_plain = isinstance(window_size, (tuple, list))
+    sides = window_size if is_plain else as_python("window_size", window_size)
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ValueError(f"window_size: got {window_size!r}, want {_PAIR}")
     integers: list[Any] = [
@@ -249,7 +221,7 @@ def window(window_size: Any) -> Window:
     return Window(*integers)
 
 
-def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> None:
+def performance_hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> None:
     """Check the hints of FlashAttention-3 and -4 except `num_splits`, which `scalars` checks."""
     if pack_gqa is not None and not isinstance(pack_gqa, bool):
         raise TypeError(f"pack_gqa: got {type(pack_gqa).__name__}, want True, False or None")
@@ -258,7 +230,7 @@ def hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q: Tensor) -> 
     if sm_margin < 0:
         raise ValueError(f"sm_margin: got {sm_margin}, want at least 0 multiprocessors")
     if scheduler_metadata is not None:
-        of_dtypes("scheduler_metadata", scheduler_metadata, q, (torch.int32,), torch.int32)
+        tensor("scheduler_metadata", scheduler_metadata, dtypes=(torch.int32,), like=q)
 
 
 # Queries, keys and values together: dense, packed or paged.
@@ -282,9 +254,9 @@ def qkv(
     `takes_float8_keys`: keys and values may both be float8 if queries are 16-bit.
     """
     name_q, name_k, name_v = names.split()
-    rank(name_q, q, layout_q)
-    rank(name_k, k, layout_k)
-    rank(name_v, v, layout_k)
+    tensor(name_q, q, dims=layout_q)
+    tensor(name_k, k, dims=layout_k)
+    tensor(name_v, v, dims=layout_k)
     if q.device.type not in DEVICES:
         raise NotImplementedError(f"{name_q}: is on {q.device}, want a cpu or cuda device")
     for name, x in ((name_q, q), (name_k, k), (name_v, v)):
@@ -297,7 +269,7 @@ def qkv(
             raise TypeError(
                 f"{name}: got dtype {x.dtype}, want {q.dtype}, the dtype of {name_q}{also}"
             )
-        same_device(name, x, q)
+        tensor(name, x, like=q)
         if x.shape[-1] < 1 or x.shape[-2] < 1:
             raise ValueError(
                 f"{name}: got shape {shape_of(x)}, want at least one head and head dim"
@@ -336,11 +308,11 @@ def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_ta
     qkv(q, k, v, "total_q, heads, head_dim", PAGES if page_table is not None else keys)
     cumulative("cu_seqlens_q", cu_seqlens_q, q)
     cumulative("cu_seqlens_k", cu_seqlens_k, q)
-    shape(
+    tensor(
         "cu_seqlens_k",
         cu_seqlens_k,
-        tuple(cu_seqlens_q.shape),
-        "one longer than the batch, like cu_seqlens_q",
+        shape=tuple(cu_seqlens_q.shape),
+        meaning="one longer than the batch, like cu_seqlens_q",
     )
     if page_table is not None:
         paged(page_table, k, cu_seqlens_q.shape[0] - 1, has_rows=False)
@@ -348,7 +320,7 @@ def packed(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, page_ta
 
 def cumulative(name: str, x: Any, q: Tensor) -> None:
     """Check cumulative lengths: (batch + 1,) integers."""
-    index_tensor(name, x, q)
+    tensor(name, x, dtypes=INDICES, like=q)
     if x.dim() != 1 or x.shape[0] < 1:
         raise ValueError(f"{name}: got shape {shape_of(x)}, want (batch + 1,), starting with 0")
 
@@ -357,7 +329,7 @@ def paged(page_table: Any, k: Tensor, batch: int, has_rows: bool) -> None:
     """Check page_table, (batch, pages per sequence) integers, and that pages have tokens. With
     `has_rows` the table may have any number of rows, because each sequence has a row index.
     """
-    index_tensor("page_table", page_table, k)
+    tensor("page_table", page_table, dtypes=INDICES, like=k)
     rows = "rows" if has_rows else batch
     enough = page_table.dim() == 2 and (page_table.shape[0] > 0 or batch == 0)
     if not enough or (not has_rows and page_table.shape[0] != batch):
@@ -384,10 +356,15 @@ def padded(
         _padded_side("q", q, "batch, seq_q, heads, head_dim")
         if qv is not None:
             tensor("qv", qv)
-            shape("qv", qv, (*q.shape[:-1], qv.shape[-1]), "the shape of q except for the head dim")
+            tensor(
+                "qv",
+                qv,
+                shape=(*q.shape[:-1], qv.shape[-1]),
+                meaning="the shape of q except for the head dim",
+            )
         batches["q"] = q.shape[0]
     else:
-        rank("q", q, "total_q, heads, head_dim")
+        tensor("q", q, dims="total_q, heads, head_dim")
         cumulative("cu_seqlens_q", cu_seqlens_q, q)
         batches["cu_seqlens_q"] = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k is not None:
@@ -395,12 +372,17 @@ def padded(
         batches["cu_seqlens_k"] = cu_seqlens_k.shape[0] - 1
     elif page_table is None:
         _padded_side("k", k, "batch, seq_k, kv_heads, head_dim")
-        rank("v", v, "batch, seq_k, kv_heads, value_head_dim")
-        shape("v", v, (*k.shape[:-1], v.shape[-1]), "the shape of k except for the head dim")
+        tensor("v", v, dims="batch, seq_k, kv_heads, value_head_dim")
+        tensor(
+            "v",
+            v,
+            shape=(*k.shape[:-1], v.shape[-1]),
+            meaning="the shape of k except for the head dim",
+        )
         batches["k"] = k.shape[0]
     else:
-        rank("k", k, PAGES)
-        rank("page_table", page_table, "batch, pages per sequence")
+        tensor("k", k, dims=PAGES)
+        tensor("page_table", page_table, dims="batch, pages per sequence")
         batches["page_table"] = page_table.shape[0]
     (first, batch), (second, other) = batches.items()
     if batch != other:
@@ -415,7 +397,7 @@ def _padded_side(name: str, x: Any, meaning: str) -> None:
             f"cu_seqlens_{name}: got None with {name} of shape {shape_of(x)}, want cumulative "
             f"lengths (batch + 1,), or {name} padded ({meaning})"
         )
-    rank(name, x, meaning)
+    tensor(name, x, dims=meaning)
 
 
 # A key-value cache: queries, cache, new tokens and rotary tables.
@@ -458,7 +440,7 @@ def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
     if isinstance(lengths, Tensor) and lengths.dim() > 0:
         per_sequence("cache_seqlens", lengths, k_cache, batch)
     elif isinstance(lengths, Tensor):
-        index_tensor("cache_seqlens", lengths, k_cache)
+        tensor("cache_seqlens", lengths, dtypes=INDICES, like=k_cache)
     length_on_host(k_cache, layout)
     if layout.k_new is not None:
         _new_tokens(q, k_cache, v_cache, layout, batch)
@@ -485,7 +467,7 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
     packed = cu_seqlens is not None
     dimensions = "total_new, kv_heads, head_dim" if packed else "batch, seq_new, kv_heads, head_dim"
     for name, x, row in (("k", k, k_cache), ("v", v, v_cache)):
-        rank(name, x, dimensions)
+        tensor(name, x, dims=dimensions)
         assert x is not None
         if x.shape[-2:] != row.shape[-2:]:
             raise ValueError(
@@ -493,7 +475,7 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
                 f"{tuple(row.shape[-2:])}, as in {name}_cache"
             )
         # This is also the dtype of the cache, unless that is float8.
-        of_dtypes(name, x, q, (q.dtype,), f"{q.dtype}, the dtype of q")
+        tensor(name, x, dtypes=(q.dtype,), wanted=f"{q.dtype}, the dtype of q", like=q)
         no_shared_elements(f"{name}_cache", row)
     assert k is not None and v is not None
     if k.shape[:-1] != v.shape[:-1]:
@@ -502,7 +484,9 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
         )
     if cu_seqlens is not None:
         cumulative("cu_seqlens_k_new", cu_seqlens, q)
-        shape("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "one longer than the batch")
+        tensor(
+            "cu_seqlens_k_new", cu_seqlens, shape=(batch + 1,), meaning="one longer than the batch"
+        )
     elif k.shape[0] != batch:
         raise ValueError(f"k: got batch {k.shape[0]}, want {batch}, the batch of q")
 
@@ -519,11 +503,11 @@ def _rotary(q: Tensor, layout: Cached, batch: int) -> None:
             "values"
         )
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        rank(name, x, "positions, rotary_dim / 2")
-        assert x is not None
-        of_dtypes(name, x, q, (*FLOATING, *FLOAT8), "a floating dtype")
+        dtypes = (*FLOATING, *FLOAT8)
+        dims, wanted = "positions, rotary_dim / 2", "a floating dtype"
+        tensor(name, x, dims=dims, dtypes=dtypes, wanted=wanted, like=q)
     assert cos is not None and sin is not None
-    shape("rotary_sin", sin, tuple(cos.shape), "the shape of rotary_cos")
+    tensor("rotary_sin", sin, shape=tuple(cos.shape), meaning="the shape of rotary_cos")
     if cos.shape[0] < 1 or 2 * cos.shape[1] > q.shape[-1]:
         raise ValueError(
             f"rotary_cos: got shape {shape_of(cos)}, want at least one position and at most "
@@ -560,17 +544,17 @@ _SHAPES: dict[str, tuple[Callable[[tuple[int, ...], int, int], bool], str]] = {
 }
 
 
-def optional_tensors(operands: Operands, M: int, N: int) -> None:
+def optional_tensors(operands: Operands, B: int, M: int, N: int) -> None:
     """Check shapes, dtypes and devices of the optional tensors; `M`, `N`: the longest lengths."""
     q, k = operands.q, operands.k
-    B, Hq, Hk = batch_size(operands), q.shape[-2], k.shape[-2]
+    Hq, Hk = q.shape[-2], k.shape[-2]
     per_sequence("seqused_q", operands.seqused_q, q, B)
     per_sequence("seqused_k", operands.seqused_k, q, B)
     for name, (fits, wanted) in _SHAPES.items():
         x = getattr(operands, name)
         if x is None:
             continue
-        of_dtypes(name, x, q, FLOATING, _FLOATING)
+        tensor(name, x, dtypes=FLOATING, wanted=_FLOATING, like=q)
         if not fits(tuple(x.shape), B, Hq):
             wanted = wanted.format(batch=B, heads=Hq)
             raise ValueError(f"{name}: got shape {shape_of(x)}, want {wanted}")
@@ -582,7 +566,7 @@ def optional_tensors(operands: Operands, M: int, N: int) -> None:
         x = getattr(operands, name)
         if x is None:
             continue
-        of_dtypes(name, x, q, FLOATING, _FLOATING)
+        tensor(name, x, dtypes=FLOATING, wanted=_FLOATING, like=q)
         scaled = q if name == "q_descale" else k
         if scaled.dtype not in FLOAT8:
             raise ValueError(
@@ -592,7 +576,7 @@ def optional_tensors(operands: Operands, M: int, N: int) -> None:
         if x.dim() == 3 and q.dtype in FLOAT8:
             _block_descale(name, x, operands, B, M, N)
         else:
-            shape(name, x, (B, Hk), "a scale for each batch and key head")
+            tensor(name, x, shape=(B, Hk), meaning="a scale for each batch and key head")
     records = q.dtype in FLOAT8 and torch.is_grad_enabled()
     if records and any(x is not None and x.requires_grad for x in operands[3:DIFFERENTIABLE]):
         raise NotImplementedError("q: float8 attention has no backward; use bfloat16 to train")
@@ -614,7 +598,7 @@ def broadcastable(
     wanted: str = _FLOATING,
 ) -> None:
     """Check a tensor that broadcasts to `sizes`, (batch, heads, seq_q, seq_k)."""
-    of_dtypes(name, x, q, dtypes, wanted)
+    tensor(name, x, dtypes=dtypes, wanted=wanted, like=q)
     aligned = sizes[max(0, len(sizes) - x.dim()) :]
     if x.dim() > 4 or not broadcasts_to(x.shape, aligned):
         raise ValueError(
@@ -633,11 +617,18 @@ def attn_mask(x: Any, q: Tensor, sizes: tuple[int, ...]) -> Tensor:
 def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
     """Check a bool tensor (batch, seq_k)."""
     wanted = "torch.bool, True for the keys that are not padding"
-    of_dtypes("key_padding_mask", x, q, (torch.bool,), wanted)
-    shape("key_padding_mask", x, sizes, "(batch, seq_k)")
+    tensor(
+        "key_padding_mask",
+        x,
+        dtypes=(torch.bool,),
+        wanted=wanted,
+        like=q,
+        shape=sizes,
+        meaning="(batch, seq_k)",
+    )
 
 
-def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:
+def folded_qv(qv: Any, q: Tensor, v: Tensor) -> None:
     """Check that qv has the shape of q with the head dim of v."""
     tensor("qv", qv)
     if q.dtype in FLOAT8 or v.dtype in FLOAT8:
@@ -645,15 +636,22 @@ def absorbed(qv: Any, q: Tensor, v: Tensor) -> None:
             "qv: cannot be combined with float8, whose keys and values have separate scales; "
             "convert q, k, v and qv to bfloat16"
         )
-    of_dtypes("qv", qv, q, (q.dtype,), f"{q.dtype}, the dtype of q")
-    shape("qv", qv, (*q.shape[:-1], v.shape[-1]), "q's shape with v's head dim")
+    tensor(
+        "qv",
+        qv,
+        dtypes=(q.dtype,),
+        wanted=f"{q.dtype}, the dtype of q",
+        like=q,
+        shape=(*q.shape[:-1], v.shape[-1]),
+        meaning="q's shape with v's head dim",
+    )
 
 
 def block_mask_kinds(kinds: Tensor, q: Tensor, B: int) -> None:
     """Check the kinds of tiles, (batch or 1, heads or 1, ...), of a mask for `B` sequences of `q`
     (..., heads, head_dim)."""
     Hq = q.shape[-2]
-    same_device("block_mask", kinds, q)
+    tensor("block_mask", kinds, like=q)
     batch, heads = kinds.shape[:2]
     if not broadcasts_to((batch, heads), (B, Hq)):
         raise ValueError(
@@ -706,7 +704,7 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
     block = FLOAT8_QUERY_BLOCK if of_queries else FLOAT8_KEY_BLOCK
     heads, length = (operands.q.shape[-2], M) if of_queries else (operands.k.shape[-2], N)
     meaning = f"a scale for each batch, head and {block} rows"
-    shape(name, x, (B, heads, -(-length // block)), meaning)
+    tensor(name, x, shape=(B, heads, -(-length // block)), meaning=meaning)
     if operands.leftpad_k is not None:
         raise ValueError(
             f"{name}: got per-block scales with a left pad, which shifts the blocks; want a scale "
@@ -730,15 +728,13 @@ _ADVICE = {
 
 def spans(mask: Any, q: Tensor) -> None:
     """Check a mask for queries (batch, seq_q, heads, head_dim) or (total_q, heads, head_dim)."""
-    if mask is None:
-        return
     if not isinstance(mask, Spans):
         advice = _ADVICE.get(type(mask), "")
         raise TypeError(f"mask: got {type(mask).__name__}, want flashtile.Spans{advice}")
     is_packed = q.dim() == 3
     batch, rows, heads = 1 if is_packed else q.shape[0], q.shape[-3], q.shape[-2]
     for name, x in zip(Spans._fields, mask, strict=True):
-        of_dtypes(f"mask.{name}", x, q, (torch.int32,), torch.int32)
+        tensor(f"mask.{name}", x, dtypes=(torch.int32,), like=q)
         if (
             x.dim() != 4
             or not broadcasts_to(x.shape[:2], (batch, heads))
@@ -758,15 +754,47 @@ def spans(mask: Any, q: Tensor) -> None:
         )
 
 
-# The tensors that a call writes to.
+# The tensors that a call writes to, and the values of tensors.
+
+
+def memory_and_values(
+    layout: Layout, operands: Operands, options: Options, out: Tensor | None, used: Tensor | None
+) -> None:
+    """The checks that every call must pass, even if an equal call has passed them.
+
+    Args:
+        out: the tensor to write the result to, if the caller gives one.
+        used: the lengths of keys that the caller gives.
+    """
+    if out is not None:
+        output(out, operands)
+    if operands.workspace is not None:
+        workspace(operands.workspace, operands, options)
+    # Only the tensors of a cached layout are not all operands.
+    tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
+    if not checking_values(tensors):
+        return
+    if isinstance(layout, Packed) and layout.page_table is not None:
+        page_lengths(layout, operands.k, used)
+    if isinstance(layout, Cached):
+        cache_values(layout, operands, options)
+        # Only left pads and pages are compared with the lengths after the append.
+        has_more = layout.cache_leftpad is not None or layout.page_table is not None
+        if has_more and layout.k_new is not None and operands.seqused_k is not None:
+            operands = operands._replace(seqused_k=operands.seqused_k + layout.added)
+    values(operands, options)
 
 
 def output(out: Any, operands: Operands) -> None:
     """Check the tensor to write the result to."""
-    tensor("out", out)
     q = operands.q
-    shape("out", out, (*q.shape[:-1], operands.v.shape[-1]), "q's shape with v's head dim")
-    of_dtypes("out", out, q, (output_dtype(q.dtype),), output_dtype(q.dtype))
+    tensor(
+        "out",
+        out,
+        shape=(*q.shape[:-1], operands.v.shape[-1]),
+        meaning="q's shape with v's head dim",
+    )
+    tensor("out", out, dtypes=(output_dtype(q.dtype),), like=q)
     no_shared_elements("out", out)
     _not_recording("out", (out, *operands[:DIFFERENTIABLE]))
 
@@ -774,8 +802,7 @@ def output(out: Any, operands: Operands) -> None:
 def workspace(given: Any, operands: Operands, options: Options) -> None:
     """Check that a workspace consists of contiguous bytes and is large enough for the call."""
     q = operands.q
-    rank("workspace", given, "bytes")
-    of_dtypes("workspace", given, q, (torch.uint8,), torch.uint8)
+    tensor("workspace", given, dims="bytes", dtypes=(torch.uint8,), like=q)
     _not_recording("workspace", operands[:DIFFERENTIABLE])
     if torch.compiler.is_compiling():  # a tracer knows neither the offset nor the GPU
         return

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..eager import compiled_functions_run_eagerly
 from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
+from ..score_mod.trace import compiled_functions_run_eagerly
 from . import dispatch
-from .decide import Checked, decide
+from .dispatch import Checked, decide
 from .layouts import Cached, Layout
 from .options import OPTIONS
 from .prepare import Given, instead_of_decide

@@ -13,9 +13,9 @@ from ..problem import Operands
 class Dense(NamedTuple):
     """q (batch, seq_q, heads, head_dim); k and v (batch, seq_k, kv_heads, head_dim)."""
 
-    def longest(self, q: Tensor, k: Tensor) -> tuple[int, int]:
-        """The longest query and the longest key."""
-        return q.shape[1], k.shape[1]
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int]:
+        """The number of sequences, the longest query and the longest key."""
+        return q.shape[0], q.shape[1], k.shape[1]
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """The tensors of a checked call, without its options."""
@@ -37,11 +37,12 @@ class Packed(NamedTuple):
     page_table: Tensor | None = None
     leftpad_k: Tensor | None = None  # (batch,), number of keys to skip; not with pages
 
-    def longest(self, q: Tensor, k: Tensor) -> tuple[int, int]:
-        """The longest query and the longest key."""
-        if self.page_table is None:
-            return self.max_seqlen_q, self.max_seqlen_k
-        return self.max_seqlen_q, min(self.max_seqlen_k, capacity_of(self.page_table, k))
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int]:
+        """The number of sequences, the longest query and the longest key."""
+        longest_k = self.max_seqlen_k
+        if self.page_table is not None:
+            longest_k = min(longest_k, capacity_of(self.page_table, k))
+        return self.cu_seqlens_q.shape[0] - 1, self.max_seqlen_q, longest_k
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """The tensors of a checked call, without its options."""
@@ -94,9 +95,10 @@ class Cached(NamedTuple):
             return self.k_new.shape[1]
         return self.cu_seqlens_k_new.diff()
 
-    def longest(self, q: Tensor, k: Tensor) -> tuple[Any, int]:
-        """The longest query and the longest key."""
-        return q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q, self.capacity(k)
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, Any, int]:
+        """The number of sequences, the longest query and the longest key."""
+        M = q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q
+        return self.batch(q), M, self.capacity(k)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """The tensors of a checked call before the append, without its options."""

@@ -7,20 +7,24 @@ these, it reuses that decision, because short calls on a GPU take less time than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections import Counter
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..backend_interface import PreparedForward
 from ..gpu.rows import ALIGNMENT
 from ..lru import Memo, memoised
-from ..masks import Window
-from ..prepared_calls import PreparedForward
-from ..problem import AttentionProblem, allows_tf32
+from ..masks import BlockMask, Spans, Window
+from ..problem import AttentionProblem, Operands, allows_tf32, tile_operands
 from . import dispatch
+from .layouts import Cached, Layout
 
+QKV = tuple[Tensor, Tensor, Tensor]
+Given = Mapping[str, Any]  # options that the caller passed, by the names in `options`
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the operands, of the arguments and None
 
 
@@ -28,11 +32,13 @@ class Decision(NamedTuple):
     """A call that has passed all checks."""
 
     problem: AttentionProblem  # with the backend
-    has_extras: bool  # tensors besides q, k and v
+    has_optional_tensors: bool  # tensors besides q, k and v
     pick: Pick | None  # of a call whose operands are arguments themselves
     forward: PreparedForward | None  # of such a call, if it consists of launches
 
 
+_MASKS = frozenset(("block_mask", "mask"))
+_OPERANDS = {"cache_seqlens": "seqused_k", "cache_leftpad": "leftpad_k"}  # by the names in `Cached`
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TUPLES = frozenset((tuple, Window))
@@ -41,6 +47,24 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_deterministic = torch._C._get_deterministic_algorithms
 _is_transformed = torch._C._are_functorch_transforms_active
 decisions: Memo[Any, Decision] = Memo(4096)  # by the keys of calls
+
+
+def arguments_of(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> tuple[Any, ...]:
+    """The arguments of the call that decide it."""
+    # It grows with each new token, and is checked separately.
+    if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
+        asked += ("a number of tokens",)
+        layout = layout._replace(cache_seqlens=None)
+    if _MASKS.isdisjoint(given):
+        return (*qkv, *layout, *given.values(), *asked)
+    values, mask = dict(given), given.get("block_mask")
+    if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
+        values["block_mask"] = None
+        asked += (*tile_operands(mask).values(), mask.lengths)
+    if isinstance(given.get("mask"), Spans):
+        values["mask"] = None
+        asked += tuple(given["mask"])
+    return (*qkv, *layout, *values.values(), *asked)
 
 
 def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = False) -> Any:
@@ -116,11 +140,53 @@ class ArgumentIndices(NamedTuple):
 def _indices_by_type(types: tuple[type, ...]) -> ArgumentIndices | None:
     """None if one argument has another type, or the first one is no tensor."""
 
-    def of(wanted: Set[Any]) -> tuple[int, ...]:
-        return tuple(index for index, kind in enumerate(types) if kind in wanted)
-
     if types[0] not in _TENSORS or not (_PLAIN | _TENSORS | _TUPLES).issuperset(types):
         return None
-    plain = of(_PLAIN - {type(None)})
+    plain, tensors, tuples = (
+        tuple(index for index, kind in enumerate(types) if kind in wanted)
+        for wanted in (_PLAIN - {type(None)}, _TENSORS, _TUPLES)
+    )
     pick = itemgetter(*plain) if plain else lambda given: ()
-    return ArgumentIndices(pick, of(_TENSORS), of(_TUPLES))
+    return ArgumentIndices(pick, tensors, tuples)
+
+
+def decision_of(
+    problem: AttentionProblem,
+    operands: Operands,
+    layout: Layout,
+    given: Given,
+    arguments: tuple[Any, ...],
+) -> Decision:
+    """The decision for a checked call, whose `arguments` are those of `arguments_of`."""
+    has_optional_tensors = any(x is not None for x in (*operands[3:], given.get("qv")))
+    pick = _pick(operands, layout, given, arguments)
+    prepares = problem.device_type == "cuda" and pick is not None
+    if isinstance(layout, Cached):
+        # Nothing is appended before the forward, and the keys stay where they are.
+        appends_in_it = layout.k_new is None or problem.appending is not None
+        prepares = prepares and appends_in_it and problem.layout != "packed"
+    forward = None
+    if prepares:
+        forward = PreparedForward(problem, dispatch.load(problem.options.backend))
+    return Decision(problem, has_optional_tensors, pick, forward)
+
+
+def _pick(
+    operands: Operands, layout: Layout, given: Given, arguments: tuple[Any, ...]
+) -> Pick | None:
+    """How to find the operands of calls like this one among their arguments, so that the key has
+    all that decides their launches; None if an operand is none of the arguments.
+    """
+    names = ("q", "k", "v", *(_OPERANDS.get(name, name) for name in layout._fields), *given)
+    by_name = dict(zip(names, enumerate(arguments), strict=False))
+    by_identity = {id(x): number for number, x in enumerate(arguments)}
+    times = Counter(map(id, arguments))
+    found = []
+    for name, x in operands._asdict().items():
+        number, same = by_name.get(name, (-1, None))
+        if x is not None and same is not x:  # an argument that is given twice has to have its name
+            if times[id(x)] != 1:
+                return None
+            number = by_identity[id(x)]
+        found.append(-1 if x is None else number)
+    return itemgetter(*found)

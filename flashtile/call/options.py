@@ -11,13 +11,14 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import Parameter
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict, TypeVar, get_type_hints
 
 from torch import Tensor
 
+from ..masks import Spans
 from ..score_mod import ScoreFunction
-from ..spans import Spans
 from . import checks
 from .keywords import unexpected_keywords
 
@@ -38,12 +39,15 @@ class Option(NamedTuple):
 
     kind: Literal["number", "tensor", "mask", "query", "function", "hint"]
     default: Any = None
-    check: Callable[[str, Any], Any] | None = None
+    check: Callable[[str, Any], Any] = lambda name, x: x
+    takes_none: bool = False  # None means the default
 
 
-def number(default: Any, check: Callable[[str, Any], Any]) -> Option:
-    """An option that becomes a field of `problem.Options`."""
-    return Option("number", default, check)
+def number(
+    default: Any, check: Callable[..., Any], takes_none: bool = False, **limits: Any
+) -> Option:
+    """An option that becomes a field of `problem.Options`, by ``check(name, value, **limits)``."""
+    return Option("number", default, partial(check, **limits) if limits else check, takes_none)
 
 
 TENSOR = Option("tensor")  # becomes a field of `Operands`
@@ -54,17 +58,21 @@ HINT = Option("hint")  # changes no result
 class FlashOptions(TypedDict, total=False):
     """Options that every function of FlashAttention-2 has."""
 
-    softmax_scale: Annotated[float | None, number(None, checks.scale)]
+    softmax_scale: Annotated[
+        float | None, number(None, checks.number, True, wanted="a finite number, or None")
+    ]
     causal: Annotated[bool, Option("mask", False)]
     window_size: Annotated[WindowSize, Option("mask", (-1, -1))]
-    softcap: Annotated[float, number(0.0, checks.softcap)]
+    softcap: Annotated[
+        float, number(0.0, checks.number, True, wanted="a number >= 0 (0: off)", least=0.0)
+    ]
     alibi_slopes: Annotated[Tensor | None, TENSOR]
 
 
 class ScoreOptions(TypedDict, total=False):
     """Options beyond FlashAttention-2 that every function has."""
 
-    attention_chunk: Annotated[int, number(0, checks.chunk)]
+    attention_chunk: Annotated[int, number(0, checks.length, True)]
     bias: Annotated[Tensor | None, TENSOR]
     relative_bias: Annotated[Tensor | None, TENSOR]
     sink: Annotated[Tensor | None, TENSOR]
@@ -104,7 +112,9 @@ class NewerTrainingOptions(NewerOptions, SplitOptions, LengthOptions, total=Fals
 class DropoutOptions(TypedDict, total=False):
     """Options that only training has."""
 
-    dropout_p: Annotated[float, number(0.0, checks.probability)]
+    dropout_p: Annotated[
+        float, number(0.0, checks.number, wanted="a probability in [0, 1)", least=0.0, below=1.0)
+    ]
     deterministic: Annotated[bool, number(False, checks.flag)]
 
 

@@ -73,7 +73,7 @@ def tokens(name: str, x: Any) -> Any:
     """A padded tensor (batch, seq_q, heads, value_head_dim) viewed as packed; None stays None."""
     if x is None:
         return None
-    checks.rank(name, x, "batch, seq_q, heads, value_head_dim")
+    checks.tensor(name, x, dims="batch, seq_q, heads, value_head_dim")
     return x.flatten(0, 1)
 
 

@@ -6,10 +6,8 @@ explained.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
-from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,21 +15,26 @@ from torch import Tensor
 
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
+from ..backend_interface import PreparedForward
 from ..masks import BlockMask
-from ..prepared_calls import PreparedForward
-from ..problem import FLOAT8, AttentionProblem, Operands, Options, default_scale
+from ..problem import (
+    FLOAT8,
+    AttentionProblem,
+    Operands,
+    Options,
+    lse_dtype,
+    tile_operands,
+)
 from ..rng_state import draw_rng_state
-from ..spans import Spans
+from ..score_mod import derivative
 from . import checks, dispatch, memo
-from .absorbed import absorb_operands, described_operands
 from .attn_mask import with_masks
-from .decide import Checked, decide
+from .dispatch import Checked, decide
+from .fold_qv import with_folded_qv, with_placeholders
 from .layouts import Cached, Dense, Layout, Packed
+from .memo import QKV, Given
 from .options import NUMBERS, TENSORS
-from .score_function import CAPTURED, with_derivative, with_score_mod
-
-QKV = tuple[Tensor, Tensor, Tensor]
-Given = Mapping[str, Any]  # options that the caller passed, by the names in `options`
+from .score_function import CAPTURED, with_score_mod
 
 
 class Prepared(NamedTuple):
@@ -44,8 +47,6 @@ class Prepared(NamedTuple):
     forward: PreparedForward | None = None  # if an equal call has been made before
 
 
-_MASKS = frozenset(("block_mask", "mask"))
-_OPERANDS = {"cache_seqlens": "seqused_k", "cache_leftpad": "leftpad_k"}  # by the names in `Cached`
 new_tuple = tuple.__new__  # of a named tuple, in half the time of its own function
 
 
@@ -83,7 +84,7 @@ def prepare(
     stop = None if compiling else instead_of_decide.get()
     key = None
     if not compiling and stop is None:
-        arguments = _arguments(qkv, layout, given, backend, wants_probabilities)
+        arguments = memo.arguments_of(qkv, layout, given, backend, wants_probabilities)
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
         key = memo.key_of((type(layout), *given), arguments, with_strides=is_cached)
@@ -91,7 +92,7 @@ def prepare(
         if decision is not None:
             return _decided(decision, arguments, qkv, layout, given, out)
     operands, options = describe(qkv, layout, given)
-    _check_memory_and_values(layout, operands, options, out, given)
+    checks.memory_and_values(layout, operands, options, out, given.get("seqused_k"))
     if backend is not None:
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
@@ -100,19 +101,10 @@ def prepare(
     if stop is not None:
         stop(call)
     problem = decide(call)
-    if key is not None:  # a tracer, for which there is none, cannot follow `_pick`
-        has_extras = any(x is not None for x in (*operands[3:], given.get("qv")))
-        pick = _pick(operands, layout, given, arguments)
-        prepares = problem.device_type == "cuda" and pick is not None
-        if isinstance(layout, Cached):
-            # Nothing is appended before the forward, and the keys stay where they are.
-            appends_in_it = layout.k_new is None or problem.appending is not None
-            prepares = prepares and appends_in_it and problem.layout != "packed"
-        forward = None
-        if prepares:
-            forward = PreparedForward(problem, dispatch.load(problem.options.backend))
-        memo.decisions[key] = memo.Decision(problem, has_extras, pick, forward)
-    if isinstance(layout, Cached):  # replace the placeholders of `described_operands`
+    if key is not None:  # a tracer, for which there is none, cannot follow `decision_of`
+        decision = memo.decision_of(problem, operands, layout, given, arguments)
+        memo.decisions[key] = decision
+    if isinstance(layout, Cached):  # replace the placeholders of `with_placeholders`
         operands = operands._replace(q=qkv[0], k=qkv[1])
     return Prepared(problem, operands, layout, given)
 
@@ -126,7 +118,7 @@ def _decided(
     out: Tensor | None,
 ) -> Prepared:
     """A call like an earlier one."""
-    problem, has_extras, pick, forward = decision
+    problem, has_optional_tensors, pick, forward = decision
     if isinstance(layout, Cached):
         checks.length_on_host(qkv[1], layout)
     if pick is not None:
@@ -135,11 +127,11 @@ def _decided(
         operands = _operands(qkv, layout, given)
         qv = given.get("qv")
         if qv is not None and not isinstance(layout, Cached):
-            operands = absorb_operands(operands, qv)
+            operands = with_folded_qv(operands, qv)
     is_on_gpu = problem.device_type == "cuda"
-    checks_values = has_extras and not (is_on_gpu and not checks.checks_values_on_gpu())
+    checks_values = has_optional_tensors and not (is_on_gpu and not checks.checks_values_on_gpu())
     if checks_values or out is not None or operands.workspace is not None:
-        _check_memory_and_values(layout, operands, problem.options, out, given)
+        checks.memory_and_values(layout, operands, problem.options, out, given.get("seqused_k"))
     return new_tuple(Prepared, (problem, operands, layout, given, forward))
 
 
@@ -163,27 +155,36 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
     else:
         checks.cached(q, k, v, layout)
     if qv is not None:
-        checks.absorbed(qv, q, v)
+        checks.folded_qv(qv, q, v)
     metadata = given.get("scheduler_metadata")
-    checks.hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
-    M, N = layout.longest(q, k)
-    checks.spans(given.get("mask"), q)
-    block_mask = given.get("block_mask")
-    if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            checks.flex_mask(block_mask)
-            if isinstance(layout, Dense):
-                checks.flex_mask_lengths(block_mask, M, N)
-            block_mask = BlockMask.from_flex(block_mask)
-        checks.block_mask_lengths(block_mask, M, N)
-        given = {**given, "block_mask": block_mask}
+    checks.performance_hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
+    if given.get("mask") is not None:
+        checks.spans(given["mask"], q)
+    if given.get("block_mask") is not None:
+        given = {**given, "block_mask": _block_mask(given["block_mask"], layout, q, k)}
     operands = _operands(qkv, layout, given)
+    B, M, N = layout.sizes(q, k)
     if qv is not None:
-        absorb = described_operands if isinstance(layout, Cached) else absorb_operands
-        operands = absorb(operands, qv)
+        fold = with_placeholders if isinstance(layout, Cached) else with_folded_qv
+        operands = fold(operands, qv)
     options = _numbers(given, operands.q.shape[-1], M, N)
-    checks.optional_tensors(operands, M, N)
-    return operands, with_derivative(options, operands)
+    checks.optional_tensors(operands, B, M, N)
+    has_tables = operands.alibi_slopes is not None or operands.relative_bias is not None
+    if torch.is_grad_enabled() and (has_tables or options.score_mod):
+        options = _with_gradients(options, operands)
+    return operands, options
+
+
+def _block_mask(mask: Any, layout: Layout, q: Tensor, k: Tensor) -> BlockMask:
+    """Our own or FlexAttention's block mask as ours, after a check that it is large enough."""
+    _, M, N = layout.sizes(q, k)
+    if not isinstance(mask, BlockMask):
+        checks.flex_mask(mask)
+        if isinstance(layout, Dense):
+            checks.flex_mask_lengths(mask, M, N)
+        mask = BlockMask.from_flex(mask)
+    checks.block_mask_lengths(mask, M, N)
+    return mask
 
 
 def with_dropout_seed(
@@ -247,52 +248,13 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
     return (cast_input(q, dtype), k, v), layout, given
 
 
-def _arguments(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> tuple[Any, ...]:
-    """The arguments of the call that decide it."""
-    # It grows with each new token, and is checked separately.
-    if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
-        asked += ("a number of tokens",)
-        layout = layout._replace(cache_seqlens=None)
-    if _MASKS.isdisjoint(given):
-        return (*qkv, *layout, *given.values(), *asked)
-    values, mask = dict(given), given.get("block_mask")
-    if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
-        values["block_mask"] = None
-        asked += (*_tiles(mask).values(), mask.lengths)
-    if isinstance(given.get("mask"), Spans):
-        values["mask"] = None
-        asked += tuple(given["mask"])
-    return (*qkv, *layout, *values.values(), *asked)
-
-
-def _pick(
-    operands: Operands, layout: Layout, given: Given, arguments: tuple[Any, ...]
-) -> memo.Pick | None:
-    """How to find the operands of calls like this one among their arguments, so that the key has
-    all that decides their launches; None if an operand is none of the arguments.
-    """
-    names = ("q", "k", "v", *(_OPERANDS.get(name, name) for name in layout._fields), *given)
-    by_name = dict(zip(names, enumerate(arguments), strict=False))
-    by_identity = {id(x): number for number, x in enumerate(arguments)}
-    times = Counter(map(id, arguments))
-    found = []
-    for name, x in operands._asdict().items():
-        number, same = by_name.get(name, (-1, None))
-        if x is not None and same is not x:  # an argument that is given twice has to have its name
-            if times[id(x)] != 1:
-                return None
-            number = by_identity[id(x)]
-        found.append(-1 if x is None else number)
-    return itemgetter(*found)
-
-
 def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
     """The tensors of a call, without `qv`; a block mask is one of ours."""
     operands = layout.operands(*qkv)
     tensors = {name: x for name, x in given.items() if x is not None and name in TENSORS}
     mask = given.get("block_mask")
     if mask is not None:
-        tensors |= _tiles(mask)
+        tensors |= tile_operands(mask)
     spans = given.get("mask")
     if spans is not None:
         tensors |= {"span_starts": spans.starts, "span_stops": spans.stops}
@@ -309,48 +271,36 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
 
 def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
     """The numbers of a call, checked and normalised."""
-    numbers = {
-        name: option.check(name, given.get(name, option.default))
-        for name, option in NUMBERS.items()
-        if option.check is not None
-    }
-    if numbers["softmax_scale"] is None:
-        numbers["softmax_scale"] = default_scale(head_dim)
+    numbers = {}
+    for name, option in NUMBERS.items():
+        x = given.get(name, option.default)
+        is_default = x is None and option.takes_none
+        numbers[name] = option.default if is_default else option.check(name, x)
     if torch.are_deterministic_algorithms_enabled():
         numbers["deterministic"] = True
     causal = checks.flag("causal", given.get("causal", False))
     left, right = checks.window(given.get("window_size")).under(causal)
+    if numbers["softmax_scale"] is None:
+        numbers["softmax_scale"] = head_dim**-0.5  # of the true, unpadded head dim
     numbers["score_mod"] = given.get("score_mod") or ""
     return Options(M, N, window_left=left, window_right=right, **numbers)
 
 
-def _check_memory_and_values(
-    layout: Layout, operands: Operands, options: Options, out: Tensor | None, given: Given
-) -> None:
-    """The checks that every call must pass, even if an equal call has passed them."""
-    if out is not None:
-        checks.output(out, operands)
-    if operands.workspace is not None:
-        checks.workspace(operands.workspace, operands, options)
-    # Only the tensors of a cached layout are not all operands.
-    tensors = (*operands, *layout) if isinstance(layout, Cached) else operands
-    if not checks.checking_values(tensors):
-        return
-    if isinstance(layout, Packed) and layout.page_table is not None:
-        checks.page_lengths(layout, operands.k, given.get("seqused_k"))
-    if isinstance(layout, Cached):
-        checks.cache_values(layout, operands, options)
-        # Only left pads and pages are compared with the lengths after the append.
-        has_more = layout.cache_leftpad is not None or layout.page_table is not None
-        if has_more and layout.k_new is not None and operands.seqused_k is not None:
-            operands = operands._replace(seqused_k=operands.seqused_k + layout.added)
-    checks.values(operands, options)
+def _with_gradients(options: Options, operands: Operands) -> Options:
+    """The options of a call with the gradients that it records of its scores: those of tables by
+    distance, and the derivative of the score function.
+    """
+    transforms = torch._C._are_functorch_transforms_active()
 
+    def records(x: Tensor | None) -> bool:
+        return x is not None and (transforms or x.requires_grad)
 
-def _tiles(mask: BlockMask) -> dict[str, Tensor]:
-    """The operands that hold a block mask."""
-    return {
-        "tile_kinds": mask.kinds,
-        "partial_index": mask.partial_index,
-        "partial_tiles": mask.partial_tiles,
-    }
+    options = options._replace(
+        alibi_needs_grad=records(operands.alibi_slopes),
+        relative_bias_needs_grad=records(operands.relative_bias),
+    )
+    if not (options.score_mod and any(map(records, operands))):
+        return options
+    dtype = lse_dtype(operands.q.dtype)
+    found = derivative(options.score_mod, dtype, records(operands.captured))
+    return options._replace(score_mod_gradient=found)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Operands, Options, lse_dtype
-from ..score_mod import derivative, described
+from ..problem import lse_dtype
+from ..score_mod import described
 
 CAPTURED = ("captured", "captured_integers")  # operands that the caller does not name
 
@@ -45,25 +45,3 @@ def with_score_mod(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any
     found = described(function, lse_dtype(q.dtype), q.device)
     captured = dict(zip(CAPTURED, found[1:], strict=True))
     return {**options, "score_mod": found.program, **captured}
-
-
-def with_derivative(options: Options, operands: Operands) -> Options:
-    """The options of a call with the gradients that it records of its scores: those of tables by
-    distance, and the derivative of the score function.
-    """
-    transforms = torch._C._are_functorch_transforms_active()
-
-    def records(x: Tensor | None) -> bool:
-        return x is not None and (transforms or x.requires_grad)
-
-    if not torch.is_grad_enabled():
-        return options
-    options = options._replace(
-        alibi_needs_grad=records(operands.alibi_slopes),
-        relative_bias_needs_grad=records(operands.relative_bias),
-    )
-    if not (options.score_mod and any(map(records, operands))):
-        return options
-    dtype = lse_dtype(operands.q.dtype)
-    found = derivative(options.score_mod, dtype, records(operands.captured))
-    return options._replace(score_mod_gradient=found)

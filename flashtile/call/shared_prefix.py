@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..masks import Spans
 from ..ops.merge.op import merge_parts
 from ..problem import Operands, Options
-from ..spans import Spans
 from . import cached, checks
 from .layouts import Cached
 from .prepare import Prepared, prepare

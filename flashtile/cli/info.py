@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..call import dispatch
-from ..problem import AttentionProblem, Operands, Options, default_scale
+from ..problem import AttentionProblem, Operands, Options
 from . import machine
 
 # The dtypes of the plain causal call with gradients that is used to ask the backends.
@@ -53,7 +53,7 @@ def collect() -> dict[str, Any]:
 
 def support(backend: str, device: str) -> dict[str, list[str]]:
     """The dtypes in which a backend runs a plain call on a device, and reasons for the others."""
-    options = Options(LENGTH, LENGTH, default_scale(HEAD_DIM), window_right=0)
+    options = Options(LENGTH, LENGTH, HEAD_DIM**-0.5, window_right=0)
     works, objections = [], []
     for name in DTYPES:
         x = torch.empty(1, LENGTH, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)

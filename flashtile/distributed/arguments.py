@@ -24,10 +24,9 @@ from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions
 from ..call.prepare import describe
 from ..call.score_function import CAPTURED, with_score_mod
-from ..masks import BlockMask
-from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype
+from ..masks import BlockMask, Spans
+from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype, tile_operands
 from ..score_mod import Described, described
-from ..spans import Spans
 from .layout import Layout
 from .partition import ShardMap, TileMap
 
@@ -150,14 +149,18 @@ def packed_call(
         raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
     padded = q
     q, k, v = layout.packed(q, k, v)
-    qv = absorbed_query(options.get("qv"), padded, v, layout)
+    qv, spans, tiles = (options.get(name) for name in ("qv", "mask", "block_mask"))
+    if qv is not None:
+        qv = packed_qv(qv, padded, v, layout)
     bias = score_bias(options, padded, layout)
-    bias_has_rows = has_rows(bias, layout)
+    bias_has_rows = bias is not None and has_rows(bias, layout)
     if bias is not None and bias_has_rows:
         bias = bias[:, :, : q.shape[0] // max(layout.sequences, 1)]
-    spans = packed_spans(options.get("mask"), padded, layout)
+    if spans is not None:
+        spans = packed_spans(spans, padded, layout)
     used = used_tokens(options, q, layout)
-    tiles = tile_map(options.get("block_mask"), q, used)
+    if tiles is not None:
+        tiles = tile_map(tiles, q, used)
     if used.query_rows is not None:
         q = q.index_select(0, used.query_rows)
         qv = None if qv is None else qv.index_select(0, used.query_rows)
@@ -168,7 +171,8 @@ def packed_call(
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
     apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod", "qv"}
     given = {n: x for n, x in options.items() if n not in apart}
-    given |= score_function(options.get("score_mod"), padded)
+    if options.get("score_mod") is not None:
+        given |= score_function(options["score_mod"], padded)
     given["mask"] = spans
     slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
     if slopes is not None:
@@ -193,16 +197,11 @@ def packed_call(
         k=k, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
     )
     if tiles is not None:
-        mask = options["block_mask"]
-        operands = operands._replace(
-            tile_kinds=mask.kinds,
-            partial_index=mask.partial_index,
-            partial_tiles=mask.partial_tiles,
-        )
+        operands = operands._replace(**tile_operands(options["block_mask"]))
     return PackedCall(operands, numbers, used, tiles, bias_has_rows)
 
 
-def absorbed_query(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | None:
+def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor:
     """The packed tokens of `qv`, whose products with the values are added to the scores.
 
     Args:
@@ -211,10 +210,8 @@ def absorbed_query(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor | No
     Raises:
         ValueError, TypeError: it does not fit.
     """
-    if qv is None:
-        return None
     (qv,) = cast_inputs(qv)
-    checks.absorbed(qv, q, v)
+    checks.folded_qv(qv, q, v)
     return layout.without_padding("qv", qv, layout.queries, layout.local_tokens)
 
 
@@ -289,16 +286,16 @@ def score_bias(options: Mapping[str, Any], q: Tensor, layout: Layout) -> Tensor 
     return as_bias(q, sizes, **masks)
 
 
-def has_rows(bias: Tensor | None, layout: Layout) -> bool:
+def has_rows(bias: Tensor, layout: Layout) -> bool:
     """Whether a bias has a row for each query of a rank, padding included. All ranks agree on it.
     Where every rank has one query, a single row belongs to that query, unless the bias is of
     several documents."""
-    if bias is None or bias.shape[2] != layout.local_tokens:
+    if bias.shape[2] != layout.local_tokens:
         return False
     return bool(layout.sequences) or bias.shape[0] == 1
 
 
-def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
+def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans:
     """The intervals of a rank's packed tokens, (1, heads or 1, tokens, intervals).
 
     Args:
@@ -308,21 +305,17 @@ def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans | None:
         ValueError, TypeError: the mask does not fit.
     """
     checks.spans(mask, q)
-    if mask is None:
-        return None
     rows = layout.queries.tokens(layout.rank) // max(layout.sequences, 1)
     mine = Spans(*(x[:, :, :rows] for x in mask))
     return mine.pack(layout.sequences) if layout.sequences else mine
 
 
-def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap | None:
+def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap:
     """The plan of a block mask, whose tiles all pieces of documents have to begin at.
 
     Raises:
         ValueError, TypeError, NotImplementedError: the mask does not fit.
     """
-    if mask is None:
-        return None
     if not isinstance(mask, BlockMask):
         checks.flex_mask(mask)
         raise NotImplementedError(

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..lru import memoised
-from ..masks import EMPTY
-from ..positions import Positions, Span
+from ..masks import EMPTY, Positions, Span
 from ..problem import NO_RUN, Operands
 from .schedule import Rows, Schedule, Stage, starts
 

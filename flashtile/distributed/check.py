@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..spans import Spans
+from ..masks import Spans
 from ..testing import attention_reference, attention_varlen_reference
 from ..testing.error_model import floor_of, rounding_variance
 from ..testing.tolerance import allowed_error, assert_close, plain_dtype

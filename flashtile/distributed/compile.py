@@ -16,11 +16,10 @@ from torch import Tensor
 from ..autocast import autocast_off, cast_inputs
 from ..call import checks
 from ..call.score_function import with_score_mod
-from ..masks import BlockMask
+from ..masks import BlockMask, Spans
 from ..problem import lse_dtype
 from ..rng_state import draw_rng_state
 from ..score_mod import Described
-from ..spans import Spans
 from .arguments import OPTIONS, refuse_unknown
 from .layout import layout_of
 
@@ -118,10 +117,11 @@ def attend(
             checks.tensor(name, options[name])
     q, k, v = cast_inputs(*qkv)
     window = checks.window(options.get("window_size", (-1, -1)))
-    checks.hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)
+    checks.performance_hints(options.get("pack_gqa"), options.get("sm_margin", 0), None, q)
     dropout_p = options.get("dropout_p", 0.0)
     blocks, spans = options.get("block_mask"), options.get("mask")
-    checks.spans(spans, q)
+    if spans is not None:
+        checks.spans(spans, q)
     if blocks is not None and not isinstance(blocks, BlockMask):
         raise TypeError(f"block_mask: got {type(blocks).__name__}, want flashtile.BlockMask")
     tiles: tuple[Tensor | None, ...] = (None, None, None)

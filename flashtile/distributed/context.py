@@ -296,8 +296,9 @@ class ContextParallel(Decoder):
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
-        given = with_program(q, options)
-        call, plan = self._planned((q, k, v), layout, backend, given, return_lse=False)
+        qkv, given = (q, k, v), with_program(q, options)
+        kind = self._kind(qkv, given, False, backend)
+        call, plan = self._planned(qkv, layout, backend, given, False, kind)
         return explained(self.requested, self._workload(layout, call), plan.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
@@ -352,10 +353,10 @@ class ContextParallel(Decoder):
             if plan is not None:
                 return self._run(plan, None, qkv, layout, rng_state, known)
         if is_verified:
-            call, plan = self._planned(qkv, layout, backend, options, return_lse)
+            call, plan = self._planned(qkv, layout, backend, options, return_lse, kind)
         else:
             call, plan = layout.verified.verify(
-                kind, lambda: self._runnable(qkv, layout, backend, options, return_lse)
+                kind, lambda: self._runnable(qkv, layout, backend, options, return_lse, kind)
             )
             connect(self.wire, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
@@ -376,10 +377,11 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
         options: Mapping[str, Any],
         return_lse: bool,
+        kind: Any,
     ) -> tuple[tuple[PackedCall, Plan], dict[str, Any]]:
         """`_planned`, for a call that some backend can run on every rank, and the facts that have
         to be equal on all ranks."""
-        call, plan = self._planned(qkv, layout, backend, options, return_lse)
+        call, plan = self._planned(qkv, layout, backend, options, return_lse, kind)
         q, _, v = call.operands[:3]
         divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
         refuse_without_backend(call.operands, call.options, backend, plan.strategy, divided)
@@ -408,8 +410,9 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
         options: Mapping[str, Any],
         return_lse: bool,
+        kind: Any,
     ) -> tuple[PackedCall, Plan]:
-        """A checked call and its plan."""
+        """A checked call, whose `call_kind` is given, and its plan."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         if self.reserved_processors < 0:
@@ -418,7 +421,6 @@ class ContextParallel(Decoder):
         refuse_transforms(qkv, options)
         call = packed_call(qkv, layout, options)
         only_qkv = has_only_qkv(qkv, options)
-        kind = self._kind(qkv, options, return_lse, backend)
         values = None if only_qkv else call.options
         key = plan_key(kind, qkv, self.reserved_processors), values
         plan: Plan | None = layout.plans.get(key)

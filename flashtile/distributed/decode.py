@@ -8,7 +8,7 @@ keys that it sees are an interval of positions, and so of the rows of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off, cast_input, is_autocasting
+from ..backend_interface import PreparedForward
 from ..call import checks, dispatch, memo
 from ..call.dispatch import BackendName
 from ..call.keywords import unexpected_keywords
 from ..call.layouts import Cached
 from ..call.prepare import describe
 from ..lru import Memo
-from ..masks import Chunk, Window
+from ..masks import Chunk, Span, Window
 from ..ops.append import formula as append_formula
 from ..ops.append import op as append_op
 from ..ops.merge import op as merge_op
-from ..positions import Dealt
-from ..prepared_calls import PreparedForward
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .arguments import Qkv, call_kind, shapes
 from .collectives import Wire, connect
@@ -172,7 +171,7 @@ def _prepared(
     dealt = _dealt(wire, block)
     if backend is not None:
         dispatch.check_name(backend)
-    checks.rank("q", q, "batch, seq_q, heads, head_dim")
+    checks.tensor("q", q, dims="batch, seq_q, heads, head_dim")
     if isinstance(k_cache, Tensor) and k_cache.dtype in FLOAT8:
         raise NotImplementedError(
             f"k_cache: got {k_cache.dtype}, context parallelism has no float8"
@@ -275,6 +274,59 @@ def _tokens(layout: Layout, rank: int, device: torch.device) -> KV:
     positions = [torch.arange(piece.start, piece.stop) for piece in pieces]
     joined = torch.cat([*positions, torch.arange(0)])
     return documents.repeat_interleave(sizes).to(device), joined.to(device)
+
+
+class Dealt(NamedTuple):
+    """The positions of one rank's rows when tokens are dealt out in blocks, like cards: token t of
+    a sequence is on rank ``t // block % ranks``.
+
+    A sequence that grows fills the ranks evenly, and the rows that a rank has stay where they are.
+    Positions may be ints or tensors of integers.
+    """
+
+    block: int
+    ranks: int
+    rank: int
+
+    def owner(self, position: Any) -> Any:
+        """The rank that holds a token."""
+        return position // self.block % self.ranks
+
+    def row(self, position: Any) -> Any:
+        """The row of a token on the rank that holds it."""
+        return position // (self.block * self.ranks) * self.block + position % self.block
+
+    def at(self, row: Any) -> Any:
+        """The position of one of this rank's rows."""
+        block, inside = row // self.block, row % self.block
+        return (block * self.ranks + self.rank) * self.block + inside
+
+    def below(self, position: Any) -> Any:
+        """How many of this rank's rows stand before `position`: its rows of a sequence of that
+        many tokens."""
+        period = self.block * self.ranks
+        inside = position % period - self.rank * self.block
+        if isinstance(position, int):
+            inside = min(max(inside, 0), self.block)
+        else:
+            inside = inside.clamp(0, self.block)
+        return position // period * self.block + inside
+
+    def most_rows(self, tokens: int) -> int:
+        """The most rows that a rank has of a sequence: those of the first rank."""
+        return int(self._replace(rank=0).below(tokens))
+
+    def tokens_in(self, rows: int) -> int:
+        """The most tokens of a sequence for which no rank needs more than `rows` rows."""
+        return rows // self.block * self.block * self.ranks + rows % self.block
+
+    def spans(self, start: int, stop: int) -> Iterator[Span]:
+        """The intervals of this rank's positions from `start` to `stop`, a block each at most."""
+        period = self.block * self.ranks
+        for first in range(start // period * period + self.rank * self.block, stop, period):
+            span = max(first, start), min(first + self.block, stop)
+            if span[0] < span[1]:
+                yield span
 
 
 def _dealt(wire: Wire, block: int) -> Dealt:

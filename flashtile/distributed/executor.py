@@ -22,8 +22,8 @@ from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
 from ..dropout import BLOCK_KEYS
+from ..masks import Span
 from ..ops.merge.formula import merge
-from ..positions import Span
 from ..problem import (
     DIFFERENTIABLE,
     AttentionProblem,

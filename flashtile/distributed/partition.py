@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 
 from ..call import checks
 from ..call.options import WindowSize
-from ..masks import EMPTY, BlockMask, Chunk, Visibility, Window, structure
-from ..positions import Positions, Span
+from ..masks import EMPTY, BlockMask, Chunk, Positions, Span, Visibility, Window, structure
 
 
 class Piece(NamedTuple):

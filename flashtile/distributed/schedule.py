@@ -3,7 +3,7 @@
 A stage is one exchange of keys and one attention call over what it brings. Its buffer holds, for
 each document of which the rank has queries, the keys that some of these queries see, sorted by
 position. One packed call attends to it: a sequence is a document, and the positions of its rows
-(`positions`) make every mask rule right. Keys that no query of a rank sees do not travel.
+(`masks.Positions`) make every mask rule right. Keys that no query of a rank sees do not travel.
 
 `gather` needs one stage: all keys at once. With more stages the buffer is smaller, and their
 results are merged; they take the sources in the order in which a ring would pass them on.
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..dropout import BLOCK_KEYS
 from ..lru import memoised
-from ..masks import Visibility
-from ..positions import Positions, Span
+from ..masks import Positions, Span, Visibility
 from .partition import Facts, ShardMap, TileMap
 
 Mask = tuple[Facts, TileMap | None]

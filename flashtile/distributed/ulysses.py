@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..backend_interface import Gradients
-from ..positions import Span
+from ..masks import Span
 from ..problem import Operands
 from .buffers import of_heads
 from .collectives import Wire, exchange

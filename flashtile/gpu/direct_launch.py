@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from ..lru import memoised
 from .launch import Launch, ordered
-from .repeat import Numbers, Tensors, is_descriptor
+from .repeat import TensorIndex, Tensors, is_descriptor
 
 TESTED = ("3.6.", "3.9.")
 IS_TESTED = triton.__version__.startswith(TESTED) and torch.version.hip is None
@@ -75,8 +75,8 @@ class Addresses:
 
     STREAM = 0, 0
 
-    def __init__(self, numbers: Numbers) -> None:
-        self._numbers = numbers
+    def __init__(self, tensor_index: TensorIndex) -> None:
+        self._tensor_index = tensor_index
         self.tensors: list[int] = []  # the indices of the tensors whose addresses follow the stream
 
     def index_and_offset(self, x: Tensor) -> IndexAndOffset:
@@ -85,7 +85,7 @@ class Addresses:
         Raises:
             LookupError: `x` is neither one of the call's tensors nor a part of one.
         """
-        number, offset = self._numbers.index_and_offset(x)
+        number, offset = self._tensor_index.index_and_offset(x)
         if number not in self.tensors:
             self.tensors.append(number)
         return self.tensors.index(number) + 1, offset
@@ -129,7 +129,7 @@ def _calls(launches: DirectLaunches, addresses: tuple[int, ...]) -> Calls:
 
 
 def direct_launches(
-    launches: Sequence[Launch], compiled: Sequence[Any], numbers: Numbers
+    launches: Sequence[Launch], compiled: Sequence[Any], tensor_index: TensorIndex
 ) -> DirectLaunches | None:
     """How to repeat launches on the current device by the function in C; None if Triton's Python
     code has to run.
@@ -137,7 +137,7 @@ def direct_launches(
     Raises:
         LookupError: an argument has a tensor that is not one of the call's.
     """
-    addresses, found = Addresses(numbers), []
+    addresses, found = Addresses(tensor_index), []
     for launch, kernel in zip(launches, compiled, strict=True):
         parts = _parts_of_launch(launch, kernel, addresses)
         if parts is None:

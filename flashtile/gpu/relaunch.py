@@ -12,6 +12,7 @@ share compiled kernels, such as packed batches, whose total length always differ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from .compilation import compile_together
 from .direct_launch import DirectLaunches, are_launches_hooked, direct_launches
 from .launch import Launch, ordered
 from .memory import NewTensor
-from .repeat import Numbers, Repeat, Tensors, public_maker, repeat_of
+from .repeat import Repeat, TensorIndex, Tensors, public_binder, repeat_of
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
 # Faster than `torch.cuda.current_device`, which starts CUDA. A tensor on a GPU shows that it runs.
@@ -58,11 +59,18 @@ class PreparedCall(NamedTuple):
             repeat.run(tensors)
 
 
-# States of a call that is not prepared. Many calls occur only once, so only the second call
-# determines whether its launches can be repeated; launches that read copies of tensors cannot.
-NEVER, ONCE, IMPOSSIBLE = "never", "once", "impossible"
+class LaunchState(Enum):
+    """What is known of a call that is not prepared. Many calls occur only once, so only the second
+    call determines whether its launches can be repeated; launches that read copies of tensors
+    cannot.
+    """
 
-_prepared: Memo[Any, PreparedCall | str] = Memo(1024)
+    NEW = auto()
+    LAUNCHED_ONCE = auto()
+    NOT_REPEATABLE = auto()
+
+
+_prepared: Memo[Any, PreparedCall | LaunchState] = Memo(1024)
 _compiled: Memo[Any, list[Any]] = Memo(1024)
 
 
@@ -89,7 +97,7 @@ def run_all(
         with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
             return run_all(name, call, given, made, describe, config)
     key = _key(name, call, given)
-    known = _prepared.get(key, NEVER)
+    known = _prepared.get(key, LaunchState.NEW)
     if isinstance(known, PreparedCall):
         known.launch(given + made)
     else:
@@ -115,7 +123,7 @@ def allocate_and_run_all(
         with torch.cuda.device(given[0].device):  # type: ignore[union-attr]  # never None
             return allocate_and_run_all(name, call, given, allocators, describe, config)
     key = _key(name, call, given)
-    known = _prepared.get(key, NEVER)
+    known = _prepared.get(key, LaunchState.NEW)
     if isinstance(known, PreparedCall):
         return known.run(given)
     new = allocators()
@@ -145,7 +153,7 @@ def _is_elsewhere(given: Tensors) -> bool:
 def _launch_described(
     key: Any,
     kind: Any,
-    known: PreparedCall | str,
+    known: PreparedCall | LaunchState,
     given: Tensors,
     made: Tensors,
     describe: Describe,
@@ -155,13 +163,15 @@ def _launch_described(
     is the second one.
     """
     tensors = given + made
-    if known == ONCE:  # a tensor that this call passes twice may be two tensors in the next call
+    if (
+        known is LaunchState.LAUNCHED_ONCE
+    ):  # a tensor that this call passes twice may be two tensors in the next call
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     launches = describe(tensors[: len(given)], tensors[len(given) :])
     compiled = _launched(launches, kind)
-    if known == NEVER:
-        _prepared[key] = ONCE
-    elif known == ONCE:
+    if known is LaunchState.NEW:
+        _prepared[key] = LaunchState.LAUNCHED_ONCE
+    elif known is LaunchState.LAUNCHED_ONCE:
         _prepared[key] = _prepare(launches, compiled, tensors, allocators)
 
 
@@ -206,18 +216,18 @@ def _prepare(
     compiled: list[Any],
     tensors: Tensors,
     allocators: Allocators,
-) -> PreparedCall | str:
-    """IMPOSSIBLE for an empty grid, and for launches that read a copy of a tensor."""
+) -> PreparedCall | LaunchState:
+    """NOT_REPEATABLE for an empty grid, and for launches that read a copy of a tensor."""
     if None in compiled:
-        return IMPOSSIBLE
-    numbers = Numbers(tensors)
-    maker = public_maker(numbers)
+        return LaunchState.NOT_REPEATABLE
+    tensor_index = TensorIndex(tensors)
+    binder = public_binder(tensor_index)
     try:
         public = [
-            repeat_of(launch.launcher(kernel), ordered(launch), maker)
+            repeat_of(launch.launcher(kernel), ordered(launch), binder)
             for launch, kernel in zip(launches, compiled, strict=True)
         ]
-        direct = direct_launches(launches, compiled, numbers)
+        direct = direct_launches(launches, compiled, tensor_index)
         return PreparedCall(public, direct, allocators, _device(tensors))
     except LookupError:
-        return IMPOSSIBLE
+        return LaunchState.NOT_REPEATABLE

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 Tensors = tuple[Tensor | None, ...]
-Make = Callable[[Tensors], Any]
+Bind = Callable[[Tensors], Any]
 # A function that makes an argument from other tensors; None if the argument has no tensor.
-Maker = Callable[[Any], Make | None]
+ArgumentBinder = Callable[[Any], Bind | None]
 
 
 class Repeat(NamedTuple):
@@ -22,33 +22,37 @@ class Repeat(NamedTuple):
 
     launcher: Callable[..., Any]
     arguments: list[Any]  # in order
-    makers: list[tuple[int, Make]]  # of the arguments that differ from call to call
+    binds: list[tuple[int, Bind]]  # of the arguments that differ from call to call
 
     def run(self, tensors: Tensors) -> None:
         """Launch with other tensors."""
         arguments = self.arguments.copy()
-        for index, make in self.makers:
+        for index, make in self.binds:
             arguments[index] = make(tensors)
         self.launcher(*arguments)
 
 
-def repeat_of(launcher: Callable[..., Any], arguments: Sequence[Any], maker: Maker) -> Repeat:
+def repeat_of(
+    launcher: Callable[..., Any], arguments: Sequence[Any], binder: ArgumentBinder
+) -> Repeat:
     """How to repeat ``launcher(*arguments)``."""
-    constants, makers = split(arguments, maker)
-    return Repeat(launcher, constants, makers)
+    constants, binds = split(arguments, binder)
+    return Repeat(launcher, constants, binds)
 
 
-def split(arguments: Sequence[Any], maker: Maker) -> tuple[list[Any], list[tuple[int, Make]]]:
+def split(
+    arguments: Sequence[Any], binder: ArgumentBinder
+) -> tuple[list[Any], list[tuple[int, Bind]]]:
     """The arguments that never differ, with None in place of the others, and what makes those."""
-    made = [(index, maker(argument)) for index, argument in enumerate(arguments)]
-    makers = [(index, make) for index, make in made if make is not None]
+    made = [(index, binder(argument)) for index, argument in enumerate(arguments)]
+    binds = [(index, make) for index, make in made if make is not None]
     constants = list(arguments)
-    for index, _ in makers:
+    for index, _ in binds:
         constants[index] = None
-    return constants, makers
+    return constants, binds
 
 
-class Numbers:
+class TensorIndex:
     """Which of a call's tensors an argument is, or which part of one."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -86,24 +90,24 @@ def _of_one_tensor(found: Iterable[tuple[int, int]]) -> dict[int, int]:
     return {address: number for address, number in pairs if times[address] == 1}
 
 
-def public_maker(numbers: Numbers) -> Maker:
+def public_binder(tensor_index: TensorIndex) -> ArgumentBinder:
     """For the arguments of Triton's public interface: tensors, tuples with tensors, descriptors."""
 
-    def maker(argument: Any) -> Make | None:
+    def binder(argument: Any) -> Bind | None:
         if isinstance(argument, Tensor):
-            return _tensor_maker(argument, numbers)
+            return _tensor_binder(argument, tensor_index)
         if isinstance(argument, tuple):
-            return tuple_maker(argument, maker)
+            return tuple_binder(argument, binder)
         if is_descriptor(argument):
-            return _descriptor_maker(argument, _tensor_maker(argument.base, numbers))
+            return _descriptor_binder(argument, _tensor_binder(argument.base, tensor_index))
         return None
 
-    return maker
+    return binder
 
 
-def _tensor_maker(x: Tensor, numbers: Numbers) -> Make:
-    """The maker of a tensor that starts where `x` does in one of the call's tensors."""
-    number, offset = numbers.index_and_offset(x)
+def _tensor_binder(x: Tensor, tensor_index: TensorIndex) -> Bind:
+    """The binder of a tensor that starts where `x` does in one of the call's tensors."""
+    number, offset = tensor_index.index_and_offset(x)
     if offset == 0:
         return itemgetter(number)
     sizes, strides, dtype, size = x.shape, x.stride(), x.dtype, x.element_size()
@@ -123,24 +127,24 @@ def is_descriptor(argument: Any) -> bool:
     return not isinstance(argument, tuple) and isinstance(getattr(argument, "base", None), Tensor)
 
 
-def tuple_maker(argument: Any, maker: Maker) -> Make | None:
-    """The maker of a tuple, which may be a named one."""
-    constants, makers = split(argument, maker)
-    if not makers:
+def tuple_binder(argument: Any, binder: ArgumentBinder) -> Bind | None:
+    """The binder of a tuple, which may be a named one."""
+    constants, binds = split(argument, binder)
+    if not binds:
         return None
     build = getattr(type(argument), "_make", type(argument))
 
     def make(tensors: Tensors) -> Any:
         parts = constants.copy()
-        for index, make_part in makers:
+        for index, make_part in binds:
             parts[index] = make_part(tensors)
         return build(parts)
 
     return make
 
 
-def _descriptor_maker(argument: Any, make_base: Make) -> Make:
-    """The maker of a TMA descriptor: it copies the descriptor without Triton's checks."""
+def _descriptor_binder(argument: Any, make_base: Bind) -> Bind:
+    """The binder of a TMA descriptor: it copies the descriptor without Triton's checks."""
     kind = type(argument)
     fields = {**vars(argument), "base": None}
 

@@ -16,20 +16,25 @@ the causal mask starts in the top-left corner.
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
 from ..call import checks
 from ..call.attn_mask import options_of
-from . import bypasses, nested, nested_modules
-from .shared_effects import SharedEffect
+from . import nested
+
+__all__ = ["Installation", "install", "scaled_dot_product_attention", "uninstall"]
 
 
 def scaled_dot_product_attention(
@@ -138,7 +143,7 @@ class Installation:
     """
 
     def __init__(self, strict: bool) -> None:
-        self._effects = [_replaced, *([bypasses.refused] if strict else [])]
+        self._effects = [_replaced, *([_softmax_refused] if strict else [])]
         self.calls = 0
         with _lock:
             for effect in self._effects:
@@ -204,7 +209,7 @@ def _replacing() -> Iterator[None]:
     previous = functional.scaled_dot_product_attention, module.forward
     had_fast_paths = fast_paths.get_fastpath_enabled()
     functional.scaled_dot_product_attention = scaled_dot_product_attention
-    module.forward = nested_modules.accepting_nested(module.forward)
+    module.forward = nested.accepting_nested(module.forward)
     fast_paths.set_fastpath_enabled(False)
     try:
         yield
@@ -213,7 +218,34 @@ def _replacing() -> Iterator[None]:
         fast_paths.set_fastpath_enabled(had_fast_paths)
 
 
-_replaced = SharedEffect(_replacing)
+class _SharedEffect:
+    """A context from `make`, which the first user enters and the last user leaves.
+
+    Callers must hold a lock.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._users = 0
+        self._context: AbstractContextManager[None] | None = None
+
+    def start(self) -> None:
+        """Add a user."""
+        if self._context is None:
+            context = self._make()
+            context.__enter__()
+            self._context = context
+        self._users += 1
+
+    def stop(self) -> None:
+        """Remove a user."""
+        self._users -= 1
+        if self._users == 0 and self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
+
+
+_replaced = _SharedEffect(_replacing)
 
 
 def _count_call() -> None:
@@ -281,3 +313,63 @@ def _mask_options(
     shared = all(size == 1 for size in mask.shape[:-3])
     mask = mask.reshape(1, *mask.shape[-3:]) if shared else _folded(mask, leading[:-1])
     return options_of(mask, sizes[0], N) if mask.dtype == torch.bool else {"bias": mask}
+
+
+# ``install(strict=True)`` detects modules that compute attention without
+# `scaled_dot_product_attention`: a softmax that such a module calls raises an error. A module
+# counts as attention if the name of its class, or its own name in the model, matches.
+_ATTENTION = re.compile("att(entio)?n|mha", re.IGNORECASE)
+_HINTS: dict[type[nn.Module], str] = {nn.MultiheadAttention: "; call it with need_weights=False"}
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Make every softmax function of PyTorch check its caller first."""
+    functional = torch.nn.functional
+    previous = functional.softmax, torch.softmax
+    functional.softmax = _checking(previous[0])
+    torch.softmax = _checking(previous[1])
+    # torch.Tensor inherits the method, so deleting our attribute restores it. (The type checker
+    # does not allow replacing a method.)
+    torch.Tensor.softmax = _checking(torch.Tensor.softmax)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        functional.softmax, torch.softmax = previous
+        del torch.Tensor.softmax
+
+
+_softmax_refused = _SharedEffect(_refusing)
+
+
+def _checking(softmax: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(softmax)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _refuse_attention(sys._getframe(1))
+        return softmax(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_attention(frame: FrameType) -> None:
+    modules = list(calling_modules(frame))
+    if not modules:
+        return
+    inner, outer = modules[0], modules[-1]
+    path = next((name for name, module in outer.named_modules() if module is inner), "")
+    if _ATTENTION.search(type(inner).__name__) or _ATTENTION.search(path.rpartition(".")[2]):
+        named = f"{path} ({type(inner).__name__})" if path else type(inner).__name__
+        raise RuntimeError(
+            f"sdpa.install(strict=True): {named} computes attention with its own softmax instead "
+            f"of scaled_dot_product_attention{_HINTS.get(type(inner), '')}"
+        )
+
+
+def calling_modules(frame: FrameType | None) -> Iterator[nn.Module]:
+    """The modules whose methods are running, innermost first."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not isinstance(module, nn.Softmax):
+            yield module
+        frame = frame.f_back

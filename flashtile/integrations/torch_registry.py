@@ -59,10 +59,9 @@ class _Activation:
     """Puts our kernels into PyTorch's dispatcher until `remove`. PyTorch keeps this object."""
 
     def __init__(self) -> None:
-        self._native = native_kernels.kernels()
-        native_kernels.use_kernels(
-            *(_kernel(f"{_SDPA_CPU}{suffix}") for suffix in ("", "_backward"))
-        )
+        self._native = native_kernels.forward, native_kernels.backward
+        native_kernels.forward = _kernel(_SDPA_CPU)
+        native_kernels.backward = _kernel(f"{_SDPA_CPU}_backward")
         self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # of overrides
@@ -73,7 +72,7 @@ class _Activation:
     def remove(self) -> None:
         """Give the operators back to PyTorch."""
         self._library._destroy()
-        native_kernels.use_kernels(*self._native)
+        native_kernels.forward, native_kernels.backward = self._native
 
 
 def _kernel(name: str) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ def register(name: str = "flashtile") -> str:
     further effect.
 
     A model that is given a bool mask for single scores gets a forward pre-hook, by which its layers
-    know that they may share what they read from the mask: see `transformers_steps`.
+    know that they may share what they read from the mask: see `renew_in_later_steps`.
 
     Args:
         name: the name of the implementation; must not be that of another implementation.

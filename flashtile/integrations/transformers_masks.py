@@ -11,16 +11,18 @@ place.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 from .. import current_layout
 from ..call.checks import broadcasts_to
+from .sdpa import calling_modules
 
 MaskFunction = Callable[..., Any]
 T = TypeVar("T")
@@ -304,7 +306,7 @@ def has_holes(mask: Tensor) -> bool:
 # `torch.compile` allow this, but the type checker does not: each such line has an `ignore`. Such a
 # mask belongs to one call of the model, so that what its layers learn about their inputs is kept
 # with it. Nothing is kept with the tensors of users: they can change through NumPy or `.data`, and
-# PyTorch does not count that, so that `transformers_steps` gives the layers an alias.
+# PyTorch does not count that, so that `renew_in_later_steps` gives the layers an alias.
 
 
 def attach_pattern(mask: Tensor, pattern: Pattern, whole: bool | None = None) -> Tensor:
@@ -517,3 +519,40 @@ def _marked(numbers: Tensor, size: int) -> Tensor:
     numbers = numbers.long()
     marked = torch.zeros(*numbers.shape[:-1], size + 1, dtype=torch.bool, device=numbers.device)
     return marked.scatter(-1, numbers.masked_fill(numbers < 0, size), True)[..., :size]
+
+
+# What the layers learn by reading a mask for single scores holds as long as nobody changes the
+# mask. Its owner can do that between two steps without PyTorch's knowledge, through NumPy or
+# `.data`. So the layers of each step get a new alias of the mask, which keeps what they learn.
+
+
+def renew_in_later_steps(mask: Any) -> None:
+    """Let the model whose layer is running replace its masks before each later step, unless that
+    is where `mask` is from.
+    """
+    if has_memory(mask) or torch.compiler.is_compiling() or not _is_of_scores(mask):
+        return
+    modules = calling_modules(sys._getframe(1))
+    # The innermost model passes the mask to its layers.
+    model = next((x for x in modules if isinstance(x, PreTrainedModel)), None)
+    if model is not None and _renewed not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_renewed, with_kwargs=True)
+
+
+def _renewed(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The arguments of a step with aliases of the masks."""
+    if torch.compiler.is_compiling():
+        return None
+    return tuple(map(_alias, arguments)), {name: _alias(x) for name, x in options.items()}
+
+
+def _alias(x: Any) -> Any:
+    if type(x) is dict:  # a mask for each kind of layer
+        return {name: _alias(mask) for name, mask in x.items()}
+    return with_memory(x.detach()) if _is_of_scores(x) else x
+
+
+def _is_of_scores(x: Any) -> bool:
+    """Whether this is a mask for single scores that layers read, and PyTorch counts its changes."""
+    is_mask = type(x) is Tensor and x.dtype == torch.bool and x.dim() == 4
+    return is_mask and not x.is_inference()

@@ -19,6 +19,7 @@ never reads lengths and offsets that are tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +28,16 @@ from ..autocast import without_autocast
 from ..call import checks
 from ..ops.rotary.formula import Angles
 from ..ops.rotary.op import rotate, rotate_in_place
-from .rotary_checks import (
-    check_layout,
-    check_position_values,
-    check_positions,
-    check_rotary_dim,
-    check_tables,
-)
-from .rotary_tables import RotaryTables, frequencies, make_tables, xpos_scale
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
 
 
 @without_autocast
@@ -77,6 +80,64 @@ def apply_rotary_emb_torch(
     head, tail = x[..., :rotary_dim], x[..., rotary_dim:]
     rotated = head * per_feature(cos) + rotate_half(head, interleaved) * per_feature(sin)
     return torch.cat((rotated, tail), dim=-1)
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines, (positions, dim / 2); `cos_k` and `sin_k` are None if the keys use the
+    same tables as the queries.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    cos_k: Tensor | None = None
+    sin_k: Tensor | None = None
+
+    def fit(self, length: int, device: torch.device | None, dtype: torch.dtype | None) -> bool:
+        """Whether they cover `length` positions, on that device and in that dtype."""
+        return length <= self.cos.shape[0] and self.cos.device == device and self.cos.dtype == dtype
+
+
+def frequencies(dim: int, base: float, device: torch.device | str | None = None) -> Tensor:
+    """base ** (-2 i / dim), (dim / 2,) float32."""
+    even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+    return 1.0 / base ** (even / dim)
+
+
+def xpos_scale(dim: int, device: torch.device | str | None = None) -> Tensor:
+    """XPos's zeta, (dim / 2,) float32."""
+    even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+    return (even + 0.4 * dim) / (1.4 * dim)
+
+
+def make_tables(
+    length: int,
+    inv_freq: Tensor,
+    scale: Tensor | None,
+    scale_base: float | None,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> RotaryTables:
+    """The tables of the positions 0 to length - 1, computed in float32 and rounded once.
+
+    Args:
+        length: number of positions.
+        inv_freq: the result of `frequencies`.
+        scale: the result of `xpos_scale`, or None for plain RoPE.
+        scale_base: scale_base of XPos, or None for plain RoPE.
+        device: device of the tables.
+        dtype: dtype of the tables.
+    """
+    # Autograd cannot save tensors that were created in inference mode.
+    with torch.inference_mode(False):
+        position = torch.arange(length, device=device, dtype=torch.float32)
+        angle = torch.outer(position, inv_freq.to(device))
+        cos, sin = angle.cos(), angle.sin()
+        if scale is None or scale_base is None:
+            return RotaryTables(cos.to(dtype), sin.to(dtype))
+        distance = (position - length // 2) / scale_base
+        growth = scale.to(device) ** distance.unsqueeze(-1)
+        tables = (cos * growth, sin * growth, cos / growth, sin / growth)
+        return RotaryTables(*(table.to(dtype) for table in tables))
 
 
 def apply_rotary_emb(
@@ -386,3 +447,98 @@ def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
         )
     check_layout("qkv", qkv, "batch, seq, heads_q + 2 * heads_k, head_dim")
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : (heads + num_heads_q) // 2]
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_layout(name: str, x: Tensor, layout: str) -> None:
+    checks.tensor(name, x)
+    sizes = layout.split(", ")
+    fixed = [(i, int(size)) for i, size in enumerate(sizes) if size.isdigit()]
+    if x.dim() != len(sizes) or any(x.shape[i] != size for i, size in fixed):
+        raise ValueError(f"{name}: expected shape ({layout}), got {tuple(x.shape)}")
+    _check_kind(name, x, _FLOATS, x.device)
+
+
+def check_tables(x: Tensor, cos: Tensor, sin: Tensor, suffix: str) -> None:
+    for name, table in ((f"cos{suffix}", cos), (f"sin{suffix}", sin)):
+        checks.tensor(name, table)
+        if table.dim() != 2 or table.shape != cos.shape:
+            wanted = "(table_len, rotary_dim / 2), the same for cos and sin"
+            raise ValueError(f"{name}: expected shape {wanted}, got {tuple(table.shape)}")
+        _check_kind(name, table, _FLOATS, x.device)
+    check_rotary_dim(f"cos{suffix}", cos, x.shape[-1])
+
+
+def check_rotary_dim(name: str, table: Tensor, head_dim: int) -> None:
+    if 2 * table.shape[-1] > head_dim:
+        raise ValueError(
+            f"{name}: got {table.shape[-1]} columns, which rotate {2 * table.shape[-1]} features "
+            f"of a head, but head_dim is {head_dim}; want at most {head_dim // 2} columns"
+        )
+
+
+def check_positions(
+    x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> int:
+    """Check the positions and return the length of the longest sequence."""
+    batch, seqlen = x.shape[:2]
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            raise ValueError("max_seqlen: needed with cu_seqlens, got None")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(f"cu_seqlens: expected (batch + 1,), got {tuple(cu_seqlens.shape)}")
+        _check_kind("cu_seqlens", cu_seqlens, _INTEGERS, x.device)
+        batch, seqlen = cu_seqlens.shape[0] - 1, max_seqlen
+    if isinstance(seqlen_offsets, Tensor):
+        if seqlen_offsets.shape != (batch,):
+            got = tuple(seqlen_offsets.shape)
+            raise ValueError(f"seqlen_offsets: expected an int or shape ({batch},), got {got}")
+        _check_kind("seqlen_offsets", seqlen_offsets, _INTEGERS, x.device)
+    elif not isinstance(seqlen_offsets, (int, torch.SymInt)):
+        raise TypeError(f"seqlen_offsets: expected an int or a tensor, got {seqlen_offsets!r}")
+    elif seqlen_offsets < 0:
+        raise ValueError(f"seqlen_offsets: must not be negative, got {seqlen_offsets}")
+    return seqlen
+
+
+def check_position_values(
+    x: Tensor,
+    rows: int,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    suffix: str,
+) -> None:
+    """Check that the tables of `rows` positions reach the tokens of every sequence."""
+    if not checks.checking_values((x, seqlen_offsets, cu_seqlens)):
+        return
+    if cu_seqlens is None:
+        lengths = [x.shape[1]] * x.shape[0]
+    else:
+        lengths = checks.cumulative_values("cu_seqlens", cu_seqlens, x.shape[0], "x")
+        if max(lengths, default=0) > (max_seqlen or 0):
+            raise ValueError(
+                f"max_seqlen: got {max_seqlen}, want at least {max(lengths)}, the longest sequence "
+                "of cu_seqlens"
+            )
+    if not isinstance(seqlen_offsets, Tensor):
+        return
+    firsts = seqlen_offsets.tolist()
+    used = [(first, n) for first, n in zip(firsts, lengths, strict=True) if n > 0]
+    if any(first < 0 or first + n > rows for first, n in used):
+        raise ValueError(
+            f"seqlen_offsets: got {firsts} for sequences of {lengths} tokens, want positions from "
+            f"0 to {rows - 1}, the rows of cos{suffix}"
+        )
+
+
+def _check_kind(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected a dtype among {dtypes}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: is on {tensor.device}, but the input is on {device}")

@@ -117,9 +117,10 @@ def check(q: Any, k: Any, v: Any, layout: Packed | None, recipe: Recipe) -> None
 def check_rotary(rotary: Rotary, q: Tensor, k: Tensor, layout: Packed | None) -> None:
     """Raise unless the tables cover all rows."""
     for name, table in (("rotary_cos", rotary.cos), ("rotary_sin", rotary.sin)):
-        checks.rank(name, table, "positions, rotary_dim / 2")
-        checks.same_device(name, table, q)
-    checks.shape("rotary_sin", rotary.sin, tuple(rotary.cos.shape), "the shape of rotary_cos")
+        checks.tensor(name, table, dims="positions, rotary_dim / 2", like=q)
+    checks.tensor(
+        "rotary_sin", rotary.sin, shape=tuple(rotary.cos.shape), meaning="the shape of rotary_cos"
+    )
     positions, pairs = rotary.cos.shape
     longest = max(rows.longest for rows in rows_of(q, k, layout))
     if positions < longest or 2 * pairs > q.shape[-1]:

@@ -28,10 +28,9 @@ from .inputs import (
     tile_kinds,
 )
 from .judge import Leaves, Run, call_failures, output_failures
-from .reference import Reference, attention_reference
+from .reference import Reference, attention_reference, dense_block_mask, dense_spans, visible_keys
 from .tolerance import allowed_error, assert_close, plain_dtype
 from .varlen_reference import attention_varlen_reference
-from .visibility import dense_block_mask, dense_spans, visible_keys
 
 __all__ = [
     "DTYPES",

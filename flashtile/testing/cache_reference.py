@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..masks import Spans
 from ..problem import FLOAT8
-from ..spans import Spans
-from .reference import attention_reference
+from .reference import attention_reference, window_sides
 from .varlen_reference import padded, resize, sequences, unpacked_spans
-from .visibility import window_sides
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spans import Spans
+from ..masks import Spans
 from .reference import Reference, attention_reference
 
 

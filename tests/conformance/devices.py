@@ -20,8 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.utils import _pytree as pytree
 
 import flashtile
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 
 FUNCTIONS = ("attention", "attention_varlen", "attention_with_kvcache")
 WRITTEN = ("out", "k_cache", "v_cache")  # arguments that a call may write to

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.masks import BlockMask
+from flashtile.masks import BlockMask, Spans
 from flashtile.score_mod import ScoreFunction
-from flashtile.spans import Spans
 from flashtile.testing import (
     Leaves,
     Run,

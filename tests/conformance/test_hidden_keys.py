@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 from flashtile.testing import attention_reference, generator, normal
 
 from .harness import Make, Masked, Options, Sizes, resolve, split_options

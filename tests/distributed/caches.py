@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.distributed import ContextParallel
-from flashtile.positions import Dealt
+from flashtile.distributed.decode import Dealt
 from flashtile.testing.tolerance import assert_close
 
 

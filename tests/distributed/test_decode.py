@@ -11,7 +11,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.distributed import ContextParallel, decode
-from flashtile.positions import Dealt, Positions
+from flashtile.distributed.decode import Dealt
+from flashtile.masks import Positions
 from flashtile.testing.wires import run_ranks
 
 pytestmark = pytest.mark.slow

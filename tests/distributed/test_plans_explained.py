@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flashtile.distributed import ContextParallel, check, executor
 from flashtile.distributed.strategy import MACHINES
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 from flashtile.testing.wires import ThreadWire, run_ranks
 
 pytestmark = pytest.mark.slow

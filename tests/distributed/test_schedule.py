@@ -13,8 +13,7 @@ import torch
 from flashtile.distributed import partition
 from flashtile.distributed.partition import Facts, Piece, ShardMap, TileMap, Work
 from flashtile.distributed.schedule import Schedule, schedule
-from flashtile.masks import BlockMask, Chunk, Visibility, Window
-from flashtile.positions import Positions
+from flashtile.masks import BlockMask, Chunk, Positions, Visibility, Window
 
 Score = tuple[int, int, int]  # document, query, key
 

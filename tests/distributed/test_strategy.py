@@ -115,7 +115,9 @@ def test_all_ranks_select_alike() -> None:
         parallel = ContextParallel.over(wire)
         layout = parallel.layout(cu_seqlens=[0, 40, 41, 200])
         x = torch.zeros(layout.local_tokens, 4, 8)
-        return parallel._planned((x, x, x), layout, None, {"causal": True}, False)[1].strategy
+        return parallel._planned((x, x, x), layout, None, {"causal": True}, False, "kind")[
+            1
+        ].strategy
 
     assert len(set(run_ranks(6, one_rank))) == 1
 

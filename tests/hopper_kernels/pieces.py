@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
-from flashtile.positions import Positions, Span
+from flashtile.masks import Positions, Span
 from flashtile.problem import Operands, Options
 from flashtile.testing import attention_reference, cu_seqlens, generator, normal, qkv
 

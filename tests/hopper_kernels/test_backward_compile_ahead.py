@@ -23,9 +23,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
-from flashtile.masks import BlockMask
+from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem, Operands, Options
-from flashtile.spans import Spans
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:

@@ -28,9 +28,8 @@ from flashtile.backends.hopper.shared.launch import readable
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.gpu.hardware import H100
-from flashtile.masks import BlockMask
+from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem, Operands, Options
-from flashtile.spans import Spans
 from flashtile.testing import (
     alibi_slopes,
     assert_close,

@@ -14,9 +14,8 @@ from flashtile.backends.hopper.backward.plan import backward_plan, phases_of
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.gpu.hardware import H100
-from flashtile.masks import BlockMask
+from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem
-from flashtile.spans import Spans
 from flashtile.testing import generator, qkv
 
 SPANS = Spans(*torch.zeros(2, 1, 1, 1, 1, dtype=torch.int32))

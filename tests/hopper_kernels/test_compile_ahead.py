@@ -26,9 +26,8 @@ from flashtile.backends.hopper.shared.span_lists import span_lists_kernel, unsee
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.dropout import ROUNDS
-from flashtile.masks import BlockMask
+from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem, Operands, Options
-from flashtile.spans import Spans
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:

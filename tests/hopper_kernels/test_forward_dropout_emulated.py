@@ -12,7 +12,7 @@ from configurations import one_kind_each, sample
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.spans import Spans
+from flashtile.masks import Spans
 from flashtile.testing import generator
 
 from .inputs import DROPOUT, random_mask, random_spans

@@ -29,8 +29,8 @@ from flashtile.backends.hopper.forward.plan import plan
 from flashtile.backends.hopper.shared.packing_order import PARTS
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.masks import Spans
 from flashtile.problem import AttentionProblem, Operands, Options
-from flashtile.spans import Spans
 from flashtile.testing import (
     alibi_slopes,
     assert_close,

@@ -15,9 +15,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
-from flashtile.masks import BlockMask
+from flashtile.masks import BlockMask, Spans
 from flashtile.problem import Operands, Options
-from flashtile.spans import Spans
 from flashtile.testing import (
     attention_reference,
     attention_varlen_reference,

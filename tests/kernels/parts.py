@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.distributed.buffers import rows_before
-from flashtile.positions import Positions, Span
+from flashtile.masks import Positions, Span
 from flashtile.problem import NO_RUN, Operands, Options
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, qkv
 

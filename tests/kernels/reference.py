@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashtile.dropout import keep_mask
-from flashtile.masks import BlockMask, Window
+from flashtile.masks import BlockMask, Spans, Window
 from flashtile.problem import Operands, Options, batch_size
 from flashtile.score_mod import parsed
 from flashtile.score_mod.evaluate import evaluate
-from flashtile.spans import Spans
 from flashtile.testing import Reference, attention_varlen_reference
 
 

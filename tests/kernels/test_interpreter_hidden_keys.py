@@ -22,8 +22,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
 from flashtile.call.attn_mask import additive
-from flashtile.masks import BlockMask
-from flashtile.spans import Spans
+from flashtile.masks import BlockMask, Spans
 from flashtile.testing import alibi_slopes, generator, normal
 
 from .cases import Call, Make, by_distance, dense, dropped, many_operations, scored

@@ -19,10 +19,9 @@ from ...problem import (
 )
 from . import float8, native, tiles
 from .distances import DistanceGradients
-from .indices import Indices
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
-from .segments import Segment, segments
+from .segments import Indices, Segment, segments
 
 
 class Sums(NamedTuple):
@@ -41,10 +40,10 @@ class Sums(NamedTuple):
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
     """(out, lse) of a problem; the strides of the lse may be any."""
     plan = plan_forward(problem)
+    parts = tuple(segments(problem, operands))
     q, v = operands.q, operands.v
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
-    parts = tuple(segments(problem, operands))
     if (
         into is None and len(parts) == 1 and parts[0].has_all_queries
     ):  # no copy into larger tensors needed

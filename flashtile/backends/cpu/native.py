@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import native_kernels
 from ...lru import memoised
-from ...masks import Visibility, Window
-from ...native_kernels import kernels
 from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask, without_hidden
 
@@ -105,12 +104,12 @@ def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
             continue
         start, full_stop = mask.visibility.key_range(m0)
         full_start, stop = mask.visibility.key_range(m1 - 1)
-        triangle = _causal_square(mask, m0, m1)
-        if triangle is not None:
-            n0 = triangle.spans[0][0]
-            if start < n0:
-                yield Piece(triangle.m0, m1, ((start, n0),), False, None)
-            yield triangle
+        square = mask.visibility.causal_square(m0, m1)
+        # In a small one the kernel skips none of its blocks.
+        if square is not None and (start >= square.n0 or square.n1 - square.n0 > KERNEL_KEYS):
+            if start < square.n0:
+                yield Piece(square.m0, m1, ((start, square.n0),), False, None)
+            yield Piece(square.m0, m1, ((square.n0, square.n1),), True, None)
         elif start < stop:
             # A mask costs the kernel little, so one call covers both edges and the middle, and
             # needs no merging.
@@ -131,35 +130,12 @@ def _joined(runs: list[KeyRun]) -> Tensor | None:
     return torch.cat([x.expand(*rows, n) for x, n in zip(parts, sizes, strict=True)], dim=-1)
 
 
-def _causal_square(mask: SegmentMask, m0: int, m1: int) -> Piece | None:
-    """The square under the causal diagonal of rows ``[m0, m1)``, without rows before the first key.
-
-    None if the mask is not causal, if it has a left edge inside the square, or if the square is too
-    small for the kernel to skip any of its blocks.
-    """
-    visibility = mask.visibility
-    if not any(isinstance(fact, Window) and fact.right == 0 for fact in visibility.facts):
-        return None
-    m0 = max(m0, m0 - visibility.position(m0))
-    if m0 >= m1:
-        return None
-    n0, n1 = visibility.position(m0), visibility.position(m1 - 1) + 1
-    if visibility.keys is not None:
-        n0, n1 = visibility.keys.below(n0), visibility.keys.below(n1)
-        if n1 - n0 != m1 - m0:  # some of the keys that stand beside the rows are not here
-            return None
-    first_start, last_start = visibility.key_range(m0)[0], visibility.key_range(m1 - 1)[0]
-    if last_start > first_start or (first_start < n0 and n1 - n0 <= KERNEL_KEYS):
-        return None
-    return Piece(m0, m1, ((n0, n1),), True, None)
-
-
 def single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     """The piece that covers the whole segment, if one unmasked kernel call does; else None."""
     if mask.spans is not None:
         return None
     if mask.layout is None:
-        return _single_piece_by_rules(mask.visibility, BLOCK_M)
+        return _known_single_piece(mask, BLOCK_M)
     return _single_piece(mask, BLOCK_M)
 
 
@@ -173,9 +149,7 @@ def _single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
     return first
 
 
-@memoised(1024)
-def _single_piece_by_rules(visibility: Visibility, BLOCK_M: int) -> Piece | None:
-    return _single_piece(SegmentMask(visibility, None), BLOCK_M)
+_known_single_piece = memoised(1024)(_single_piece)  # of masks of rules, which hold no tensor
 
 
 def forward(
@@ -216,9 +190,10 @@ def _piece_forward(
     piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a piece."""
-    native_forward, _ = kernels()
     k, v, added = piece.operands(k, v, bias)
-    out, lse = native_forward(piece.rows(q), k, v, 0.0, piece.causal, attn_mask=added, scale=scale)
+    out, lse = native_kernels.forward(
+        piece.rows(q), k, v, 0.0, piece.causal, attn_mask=added, scale=scale
+    )
     if added is not None:
         _hide_blind_rows(lse, added, piece.causal)
     return out, lse
@@ -262,7 +237,6 @@ def backward(
     calls are added up in the lse's dtype.
     """
     q, k, v, out, dout = (_readable(x, dtype) for x in (q, k, v, out, dout))
-    _, native_backward = kernels()
     whole = single_piece(mask, BLOCK_M)
     group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
     assert bias is None or group == 1
@@ -272,12 +246,12 @@ def backward(
     if whole is not None and group == 1:
         k, v, added = whole.operands(k, v, bias)
         given = (dout, q, k, v, out, lse, 0.0, whole.causal)
-        return NativeGradients(*native_backward(*given, attn_mask=added, scale=scale))
+        return NativeGradients(*native_kernels.backward(*given, attn_mask=added, scale=scale))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
         heads = slice(member, None, group)
         piece_k, piece_v, added = piece.operands(k, v, bias)
-        dq_part, dk_part, dv_part = native_backward(
+        dq_part, dk_part, dv_part = native_kernels.backward(
             piece.rows(dout)[:, heads],
             piece.rows(q)[:, heads],
             piece_k,

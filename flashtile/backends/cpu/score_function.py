@@ -10,8 +10,7 @@ from torch import Tensor
 from ...problem import Operands, Options
 from ...score_mod.evaluate import add_to_captured, evaluate
 from ...score_mod.program import INDICES, Program, parsed
-from .indices import Indices
-from .segments import KeyRun, Segment
+from .segments import Indices, KeyRun, Segment
 
 # Shapes in which indices of sequences, query heads, queries and keys broadcast over a tile.
 _SHAPES = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))

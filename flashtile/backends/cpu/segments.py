@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from ...lru import memoised
-from ...masks import FULL, PARTIAL, Visibility
-from ...positions import Positions, Run
-from ...problem import AttentionProblem, Operands
-from .span_rows import SpanRows
+from ...masks import FULL, PARTIAL, Positions, Run, Visibility
+from ...problem import AttentionProblem, Operands, Options
 
 # Batch rows times heads of one segment: bounds the tiles' memory when the batch is large.
 MAX_BATCH_HEADS = 64
@@ -57,6 +55,64 @@ class BlockLayout(NamedTuple):
     partial_tiles: Tensor  # bool (P, BM, BN)
 
 
+class SpanRows(NamedTuple):
+    """The intervals of keys of the rows of a segment: (batch or 1, heads or 1, M, R)."""
+
+    starts: Tensor
+    stops: Tensor
+
+    @classmethod
+    def of(
+        cls, operands: Operands, batch: slice, heads: slice, rows: slice, is_packed: bool
+    ) -> SpanRows | None:
+        """The spans of some sequences, query heads and query rows of a call; None without them."""
+        starts, stops = operands.span_starts, operands.span_stops
+        if starts is None or stops is None:
+            return None
+        index = (
+            slice(None) if is_packed or starts.shape[0] == 1 else batch,
+            slice(None) if starts.shape[1] == 1 else heads,
+            rows,
+        )
+        return cls(starts[index], stops[index])
+
+    def hulls(self, m0: int, m1: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Disjoint intervals inside ``[start, stop)``, from left to right, outside of which no row
+        of ``[m0, m1)`` sees a key.
+        """
+        if start >= stop:
+            return []
+        starts = self.starts[:, :, m0:m1].clamp(start, stop)
+        stops = self.stops[:, :, m0:m1].clamp(start, stop)
+        is_empty = starts >= stops
+        first = starts.masked_fill(is_empty, stop).amin((0, 1, 2)).tolist()
+        last = stops.masked_fill(is_empty, start).amax((0, 1, 2)).tolist()
+        found: list[tuple[int, int]] = []
+        for a, b in sorted(zip(first, last, strict=True)):
+            if a >= b:
+                continue
+            if found and a <= found[-1][1]:
+                found[-1] = (found[-1][0], max(b, found[-1][1]))
+            else:
+                found.append((a, b))
+        return found
+
+    def full_ranges(self, m0: int, m1: int) -> list[tuple[int, int]]:
+        """The keys ``[start, stop)`` that all rows of ``[m0, m1)`` see by the same interval."""
+        starts = self.starts[:, :, m0:m1].amax((0, 1, 2)).tolist()
+        stops = self.stops[:, :, m0:m1].amin((0, 1, 2)).tolist()
+        return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+
+    def visible(self, m0: int, m1: int, n0: int, n1: int) -> Tensor | None:
+        """Bool (batch or 1, heads or 1, rows, keys); None if every row sees all of the keys."""
+        if any(start <= n0 and n1 <= stop for start, stop in self.full_ranges(m0, m1)):
+            return None
+        keys = torch.arange(n0, n1)
+        starts, stops = self.starts[:, :, m0:m1, :, None], self.stops[:, :, m0:m1, :, None]
+        seen = ((keys >= starts) & (keys < stops)).any(-2)
+        return None if bool(seen.all()) else seen
+
+
 class SegmentMask(NamedTuple):
     """Mask rules, block layout and spans for the queries and keys of a segment."""
 
@@ -64,17 +120,19 @@ class SegmentMask(NamedTuple):
     layout: BlockLayout | None
     spans: SpanRows | None = None
 
-    def query_tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+    def query_tiles(self, rows: int) -> list[tuple[int, int]]:
         """Query tiles ``[m0, m1)`` of at most `rows`, cut at the block mask's tiles as well."""
         # Rows of one tile stand next to each other.
         runs = [(0, self.visibility.M)]
         if self.visibility.rows is not None:
             runs = [(run.row, run.row + run.length) for run in self.visibility.rows.runs]
         step = rows if self.layout is None else self.layout.partial_tiles.shape[1]
-        for first, last in runs:
-            for block in range(first, last, step):
-                for m0 in range(block, min(block + step, last), rows):
-                    yield m0, min(m0 + rows, block + step, last)
+        return [
+            (m0, min(m0 + rows, block + step, last))
+            for first, last in runs
+            for block in range(first, last, step)
+            for m0 in range(block, min(block + step, last), rows)
+        ]
 
     def key_runs(self, m0: int, m1: int, columns: int) -> Iterator[KeyRun]:
         """The keys that some row of ``[m0, m1)`` sees, in runs of at most `columns`."""
@@ -230,7 +288,10 @@ class Segment:
 
 def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
     """The segments of a call. Lengths are clamped to the sizes of the tensors."""
-    if problem.layout == "dense" and not _ragged(problem):
+    # Whether sequences may differ in length, offset or mask, so that each one is a segment.
+    has_own_mask = problem.block_tile is not None or problem.spans > 0
+    is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
+    if problem.layout == "dense" and not is_ragged:
         return _dense_segments(problem)
     return _ragged_segments(problem, operands)
 
@@ -309,7 +370,7 @@ class _Sequence(NamedTuple):
             packed_queries=problem.layout != "dense",
             packed_keys=problem.layout == "packed",
             mask=SegmentMask(
-                Visibility(problem.facts, M, N, *(self.positions or ())), layout, spans
+                Visibility(problem.options.facts, M, N, *(self.positions or ())), layout, spans
             ),
             has_all_queries=whole_batch and problem.layout == "dense" and M == problem.M,
             has_all_keys=whole_batch and problem.layout != "packed" and all_keys,
@@ -353,12 +414,6 @@ def _adjacent_of_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Ite
         joined = sequence
     if joined is not None:
         yield joined
-
-
-def _ragged(problem: AttentionProblem) -> bool:
-    """Whether sequences may differ in length, offset or mask, so that each one is a segment."""
-    has_own_mask = problem.block_tile is not None or problem.spans > 0
-    return problem.has_lengths or problem.page_size > 0 or has_own_mask
 
 
 def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator[_Sequence]:
@@ -452,3 +507,38 @@ def _head_groups(
     for h in range(problem.Hq):
         kv = h // problem.group
         yield slice(h, h + 1), slice(kv, kv + 1), layouts.at(b, h)
+
+
+class Indices(NamedTuple):
+    """The indices of a segment's sequences, heads, queries and keys in the whole call, of which a
+    rank of context parallelism has only a part: dropout and score functions count by them.
+    """
+
+    batch: Tensor  # (batch,)
+    heads: Tensor  # (heads,)
+    visibility: Visibility
+    shift: int  # position of a query minus its index
+
+    @classmethod
+    def of(cls, operands: Operands, options: Options, segment: Segment) -> Indices:
+        """The indices of a segment."""
+        batch, heads = segment.batch, segment.heads
+        visibility = segment.mask.visibility
+        found = cls(
+            torch.arange(batch.start, batch.stop),
+            torch.arange(heads.start, heads.stop) + options.first_head,
+            visibility,
+            visibility.N - visibility.M,
+        )
+        if operands.sequences is None:
+            return found
+        number, shift = operands.sequences[batch.start].tolist()
+        return found._replace(batch=torch.tensor([number]), shift=shift)
+
+    def queries(self, m0: int, m1: int) -> Tensor:
+        """The indices of the query rows ``[m0, m1)``."""
+        return self.visibility.row_positions(m0, m1) - self.shift
+
+    def keys(self, run: KeyRun) -> Tensor:
+        """The indices of the keys of a run."""
+        return self.visibility.key_positions(run.start, run.stop)

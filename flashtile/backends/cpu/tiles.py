@@ -26,9 +26,8 @@ from ... import dropout
 from ...problem import LARGE_LSE
 from .distances import DistanceGradients, adjacent_columns
 from .distances import bias_tile as relative_tile
-from .indices import Indices
 from .score_function import TileFunction
-from .segments import KeyRun, SegmentMask, without_hidden
+from .segments import Indices, KeyRun, SegmentMask, without_hidden
 
 INFINITY = float("inf")
 LOG2_E = math.log2(math.e)

@@ -15,7 +15,7 @@ from ..problem import Operands
 
 
 @without_autocast
-def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
+def fold_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys whose product is q k + qv v."""
     if _are_neighbours(v, k):  # DeepSeek's cache: values, then rotated keys
         return torch.cat((qv, q), dim=-1), _buffer(v, k)
@@ -24,14 +24,14 @@ def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
 
 
-def absorb_operands(operands: Operands, qv: Tensor) -> Operands:
+def with_folded_qv(operands: Operands, qv: Tensor) -> Operands:
     """The operands of a call with `qv`."""
-    q, k = absorb(operands.q, operands.k, operands.v, qv)
+    q, k = fold_qv(operands.q, operands.k, operands.v, qv)
     return operands._replace(q=q, k=k)
 
 
-def described_operands(operands: Operands, qv: Tensor) -> Operands:
-    """Placeholders with the shapes, dtypes and devices of the results of `absorb_operands`: enough
+def with_placeholders(operands: Operands, qv: Tensor) -> Operands:
+    """Placeholders with the shapes, dtypes and devices of the results of `with_folded_qv`: enough
     to check a call and choose its backend before new keys are in the cache.
     """
     columns = operands.q.shape[-1] + qv.shape[-1]

@@ -1,25 +1,18 @@
-"""Which keys a query may see: small frozen rules that can be combined.
+"""Block masks: tiles of the score matrix marked as empty, full or partial.
 
-A query at row ``i`` of ``M`` has the position ``p = i + N - M`` among the ``N`` keys (bottom-right
-alignment, as in FlashAttention since 2.1). Every rule maps ``p`` to one interval of visible
-keys; several rules intersect. Neither end of an interval moves left as ``p`` grows, so four
-integers decide whether a whole tile of the score matrix is empty, full or partial. Empty tiles are
-skipped, and full tiles are not masked.
-
-A `BlockMask` is data instead of a rule: it marks tiles of the score matrix as empty, full or
-partial.
+They are data, where the masks of `rules` are rules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .block_tiles import (
+from ..block_tiles import (
     EMPTY,
     FULL,
     PARTIAL,
@@ -30,149 +23,6 @@ from .block_tiles import (
     groups,
     rows_and_keys,
 )
-from .positions import Positions
-
-
-class Window(NamedTuple):
-    """Keys ``p - left <= j <= p + right``; ``None`` makes a side unbounded, and a negative side
-    moves the window past the query's own position. Causal attention is ``Window(None, 0)``.
-    """
-
-    left: int | None
-    right: int | None
-
-    def key_range(self, p: Any, n: Any) -> tuple[Any, Any]:
-        """First visible key and one past the last, for a query at position ``p`` (an int or a
-        tensor).
-        """
-        start = 0 * p if self.left is None else p - self.left
-        stop = 0 * p + n if self.right is None else p + self.right + 1
-        return start, stop
-
-    def under(self, causal: bool) -> Window:
-        """The window that a call uses, given its `causal` argument: `causal` sets the right side to
-        0, and a window without any key (``left + right < 0``) is ignored, as in FlashAttention-4.
-        """
-        left, right = self.left, 0 if causal else self.right
-        if left is not None and right is not None and left + right < 0:
-            return Window(None, 0 if causal else None)
-        return Window(left, right)
-
-
-# Wider windows are clamped to this size, so that positions in kernels fit into 32 bits.
-WIDEST = 2**30
-
-
-def as_kernel_number(size: int | None) -> int:
-    """A window side or a chunk as an integer for kernels, which ignore the value of an unbounded
-    side."""
-    return 0 if size is None else max(-WIDEST, min(size, WIDEST))
-
-
-class Chunk(NamedTuple):
-    """A query sees only keys of its own chunk of ``size`` positions: ``floor(j / size) ==
-    floor(p / size)`` (Llama 4).
-    """
-
-    size: int
-
-    def key_range(self, p: Any, n: Any) -> tuple[Any, Any]:
-        """First visible key and one past the last, for a query at position ``p`` (an int or a
-        tensor).
-        """
-        start = p - p % self.size
-        return start, start + self.size
-
-
-def structure(
-    window_left: int | None, window_right: int | None, attention_chunk: int
-) -> tuple[Window | Chunk, ...]:
-    """The mask rules of a call, from its options (None is an unbounded side, 0 is no chunk)."""
-    facts: list[Window | Chunk] = []
-    if window_left is not None or window_right is not None:
-        facts.append(Window(window_left, window_right))
-    if attention_chunk > 0:
-        facts.append(Chunk(attention_chunk))
-    return tuple(facts)
-
-
-class Visibility(NamedTuple):
-    """Mask rules, intersected, for one sequence of ``M`` queries and ``N`` keys.
-
-    The tensors may hold a part of the sequence: then `rows` and `keys` say where they stand in it.
-    Positions increase from row to row, so a rule's interval of positions is an interval of keys,
-    and everything here that looks at the first and the last row of a tile still holds.
-    """
-
-    facts: tuple[Window | Chunk, ...]
-    M: int
-    N: int
-    rows: Positions | None = None  # None: query i stands at i + N - M
-    keys: Positions | None = None  # None: key j stands at j
-
-    def position(self, i: int) -> int:
-        """Where query row ``i`` stands among the keys."""
-        return i + self.N - self.M if self.rows is None else self.rows.at(i)
-
-    def key_range(self, i: int) -> tuple[int, int]:
-        """Visible keys ``[start, stop)`` of query row ``i``; empty when ``stop <= start``."""
-        start, stop = 0, self.N
-        for fact in self.facts:
-            fact_start, fact_stop = fact.key_range(self.position(i), self._end)
-            if self.keys is not None:
-                fact_start, fact_stop = self.keys.below(fact_start), self.keys.below(fact_stop)
-            start, stop = max(start, fact_start), min(stop, fact_stop)
-        return start, stop
-
-    def row_positions(self, m0: int, m1: int, device: torch.device | None = None) -> Tensor:
-        """The positions of the rows ``[m0, m1)``, int64."""
-        if self.rows is None:
-            return torch.arange(m0, m1, device=device) + (self.N - self.M)
-        return _positions(self.rows, m0, m1, device)
-
-    def key_positions(self, n0: int, n1: int, device: torch.device | None = None) -> Tensor:
-        """The positions of the keys ``[n0, n1)``, int64."""
-        if self.keys is None:
-            return torch.arange(n0, n1, device=device)
-        return _positions(self.keys, n0, n1, device)
-
-    @property
-    def _end(self) -> int:
-        """One past the position of the last key."""
-        if self.keys is None:
-            return self.N
-        return self.keys.spans[-1][1] if self.keys.runs else 0
-
-    def classify(self, m0: int, m1: int, n0: int, n1: int) -> int:
-        """EMPTY, FULL or PARTIAL for the tile of rows ``[m0, m1)`` and keys ``[n0, n1)``."""
-        first_start, first_stop = self.key_range(m0)
-        last_start, last_stop = self.key_range(m1 - 1)
-        if n1 <= first_start or n0 >= last_stop:
-            return EMPTY
-        return FULL if last_start <= n0 and n1 <= first_stop else PARTIAL
-
-    def dense(
-        self,
-        rows: tuple[int, int] | None = None,
-        keys: tuple[int, int] | None = None,
-        device: torch.device | None = None,
-    ) -> Tensor:
-        """The mask, element by element: bool of shape (rows, keys), True where visible."""
-        m0, m1 = rows or (0, self.M)
-        n0, n1 = keys or (0, self.N)
-        p = self.row_positions(m0, m1, device)[:, None]
-        j = self.key_positions(n0, n1, device)[None, :]
-        visible = torch.ones(m1 - m0, n1 - n0, dtype=torch.bool, device=device)
-        for fact in self.facts:
-            start, stop = fact.key_range(p, self._end)
-            visible &= (j >= start) & (j < stop)
-        return visible
-
-
-def _positions(positions: Positions, first: int, last: int, device: Any) -> Tensor:
-    """The positions of the rows ``[first, last)``."""
-    parts = [torch.arange(start, stop, device=device) for start, stop in positions.spans]
-    return torch.cat([*parts, torch.arange(0, device=device)])[first:last]
 
 
 @dataclass(frozen=True, eq=False)

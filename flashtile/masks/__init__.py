@@ -1,0 +1,35 @@
+"""Masks: the one rule of visible keys (`rules`), block masks, and masks as spans."""
+
+from ..block_tiles import EMPTY, FULL, PARTIAL
+from .block_mask import BlockMask
+from .rules import (
+    WIDEST,
+    Chunk,
+    Positions,
+    Run,
+    Span,
+    Visibility,
+    Window,
+    as_kernel_number,
+    structure,
+)
+from .spans import FAR_LEFT, MAX_INTERVALS, Spans
+
+__all__ = [
+    "EMPTY",
+    "FAR_LEFT",
+    "FULL",
+    "MAX_INTERVALS",
+    "PARTIAL",
+    "WIDEST",
+    "BlockMask",
+    "Chunk",
+    "Positions",
+    "Run",
+    "Span",
+    "Spans",
+    "Visibility",
+    "Window",
+    "as_kernel_number",
+    "structure",
+]
