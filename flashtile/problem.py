@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .absent_gpu import capability_of, is_for_gpu
 from .lru import memoised
 from .masks import Chunk, Window, structure
 from .score_mod import parsed
@@ -229,8 +230,8 @@ class AttentionProblem(NamedTuple):
         grad = torch.is_grad_enabled()
         bias_needs_grad = grad and operands.bias is not None and operands.bias.requires_grad
         return cls(
-            device_type=q.device.type,
-            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+            device_type="cuda" if is_for_gpu(q) else q.device.type,
+            capability=capability_of(q),
             dtype=q.dtype,
             layout="dense" if not packed else "packed_queries" if dense_keys else "packed",
             B=batch_size(operands),

@@ -14,8 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from triton import JITFunction
+from triton import JITFunction, knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
+from ..absent_gpu import AbsentGpu, stand_for
 from ..lru import Memo
 from .kernel_keys import precompute_key
 from .launch import Launch
@@ -42,6 +45,26 @@ def compile_together(launches: Sequence[Launch]) -> None:
             list(threads.map(_compile, new.values()))
     for variant in new:
         _known[variant] = True
+
+
+def compile_for(gpu: AbsentGpu) -> None:
+    """From here on, this process compiles for a GPU that is not here, and launches nothing; calls
+    of this thread are made with tensors on the CPU. Triton's cache keeps only the machine code.
+    """
+    from triton.backends.nvidia.driver import CudaDriver  # which builds for ROCm may lack
+
+    class AbsentDriver(CudaDriver):  # type: ignore[misc]  # Triton has no types
+        def __init__(self) -> None:
+            self.get_current_device = lambda: 0
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self) -> GPUTarget:
+            major, minor = gpu.capability
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+    driver.set_active(AbsentDriver())
+    knobs.compilation.store_binary_only = True
+    stand_for(gpu)
 
 
 def _compile(launch: Launch) -> None:
