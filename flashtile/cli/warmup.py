@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,26 +154,50 @@ def run(args: argparse.Namespace) -> int:
     if gpu is not None and args.multiprocessors:
         gpu = gpu._replace(multiprocessors=args.multiprocessors)
     started = time.monotonic()
-    done = in_processes(partial(make, device="cuda", absent=gpu), calls, args.processes)
-    failed = []
-    for call, result in with_progress(done, len(calls), "compiled"):
+    failed: dict[Any, Any] = {}
+    one: Callable[[Any], Any] = partial(make, device="cuda")
+    work: Sequence[Any] = calls
+    if gpu is not None:
+        kernels: dict[str, Call | Combination] = {}  # each with a call that needs it
+        for call, found in in_processes(partial(kernels_of, gpu=gpu), calls, args.processes):
+            if isinstance(found, Exception):
+                failed[call] = found
+            else:
+                kernels |= dict.fromkeys(found, call)
+        one, work = partial(compile_one, gpu=gpu), [*kernels.items()]
+    done = in_processes(one, work, args.processes)
+    for item, result in with_progress(done, len(work), "compiled"):
         if result is not None:
-            failed.append(f"{call}: {result}")
+            failed[item if gpu is None else item[1]] = result
     took = time.monotonic() - started
     print(f"{len(calls) - len(failed)} of {len(calls)} calls ready in {took:.1f} s")
-    for line in failed:
-        print(f"failed: {line}")
+    for call, reason in failed.items():
+        print(f"failed: {call}: {reason}")
     return 1 if failed else 0
 
 
-def make(call: Call | Combination, device: str, absent: AbsentGpu | None = None) -> None:
-    """Make one call, which compiles its kernels; for an absent GPU, with tensors on the CPU."""
-    if absent is not None:
-        from ..gpu.compilation import compile_for
-
-        compile_for(absent)
-        device = "cpu"
+def make(call: Call | Combination, device: str) -> None:
+    """Make one call, which compiles its kernels."""
     call.run(device)
+
+
+def kernels_of(call: Call | Combination, gpu: AbsentGpu) -> list[str]:
+    """The keys in Triton's cache of the kernels that a call needs on a GPU that is not here."""
+    from ..gpu.compilation import compiling_for
+
+    found: list[str] = []
+    with compiling_for(gpu, found.append):
+        call.run("cpu")
+    return found
+
+
+def compile_one(kernel: tuple[str, Call | Combination], gpu: AbsentGpu) -> None:
+    """Compile the kernel of a call that has a key in Triton's cache."""
+    from ..gpu.compilation import compiling_for
+
+    key, call = kernel
+    with compiling_for(gpu, key.__eq__):
+        call.run("cpu")
 
 
 def _missing(target: str | None) -> str | None:
@@ -188,7 +212,7 @@ def _missing(target: str | None) -> str | None:
 def _calls(args: argparse.Namespace) -> Sequence[Call | Combination]:
     if args.multiprocessors < 0 or (args.multiprocessors and args.target is None):
         raise ValueError(
-            f"--multiprocessors: got {args.multiprocessors}, want a positive number, and --target"
+            f"--multiprocessors: got {args.multiprocessors}, want a positive number and a --target"
         )
     if args.page_size < 0 or (args.page_size and CAPACITY % args.page_size):
         raise ValueError(f"--page-size: got {args.page_size}, want 0 or a divisor of {CAPACITY}")

@@ -8,17 +8,17 @@ after an error, and in 3.9 other threads find its unfinished kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from triton import JITFunction, knobs
+from triton import AsyncCompileMode, JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ..absent_gpu import AbsentGpu, stand_for
+from ..absent_gpu import AbsentGpu, absent_gpu, stand_for
 from ..lru import Memo
 from .kernel_keys import precompute_key
 from .launch import Launch
@@ -31,8 +31,11 @@ def compile_together(launches: Sequence[Launch]) -> None:
     """Compile the kernels of `launches`, which Triton then finds.
 
     Returns when all are compiled or have failed, and raises the error of the first launch that
-    failed. Does nothing if at most one kernel is new, or if kernels are interpreted.
+    failed. Does nothing if at most one kernel is new, or if kernels are interpreted, or for a GPU
+    that is not here.
     """
+    if absent_gpu() is not None:
+        return
     new: dict[Any, Launch] = {}
     for launch in launches:
         if isinstance(launch.kernel, JITFunction) and 0 not in launch.grid:
@@ -47,15 +50,30 @@ def compile_together(launches: Sequence[Launch]) -> None:
         _known[variant] = True
 
 
-def compile_for(gpu: AbsentGpu) -> None:
-    """From here on, this process compiles for a GPU that is not here, and launches nothing; calls
-    of this thread are made with tensors on the CPU. Triton's cache keeps only the machine code.
+class _Chosen(AsyncCompileMode):
+    """Compiles only kernels that a function of their keys in Triton's cache chooses."""
+
+    def __init__(self, wants: Callable[[str], Any]) -> None:
+        super().__init__(None)
+        self._wants = wants
+
+    def submit(self, key: str, compile_one: Callable[[], Any], *_: Any) -> None:
+        """Called where a kernel would be compiled."""
+        if self._wants(key):
+            compile_one()
+
+
+@contextmanager
+def compiling_for(gpu: AbsentGpu, wants: Callable[[str], Any]) -> Iterator[None]:
+    """Inside the block, calls of this thread with tensors on the CPU launch nothing: they compile
+    kernels for `gpu`, those that `wants` chooses by their keys in Triton's cache, which keeps only
+    the machine code. The process can then launch no kernel on a GPU of its own.
     """
     from triton.backends.nvidia.driver import CudaDriver  # which builds for ROCm may lack
 
-    class AbsentDriver(CudaDriver):  # type: ignore[misc]  # Triton has no types
+    class AbsentDriver(CudaDriver):
         def __init__(self) -> None:
-            self.get_current_device = lambda: 0
+            self.get_current_device = lambda: -1
             self.get_current_stream = lambda device: 0
 
         def get_current_target(self) -> GPUTarget:
@@ -65,6 +83,11 @@ def compile_for(gpu: AbsentGpu) -> None:
     driver.set_active(AbsentDriver())
     knobs.compilation.store_binary_only = True
     stand_for(gpu)
+    try:
+        with _Chosen(wants):
+            yield
+    finally:
+        stand_for(None)
 
 
 def _compile(launch: Launch) -> None:

@@ -42,8 +42,8 @@ class Launch(NamedTuple):
         return x, y, z
 
     def run(self) -> Any:
-        """Launch on the current device and return the compiled kernel. Return None for an empty grid,
-        and for a GPU that is not here: then the kernel is only compiled.
+        """Launch on the current device; return the compiled kernel, or None for an empty grid and
+        for a GPU that is not here, where the kernel is only compiled.
         """
         if 0 in self.grid:
             return None
@@ -62,6 +62,7 @@ class Launch(NamedTuple):
     def compile(self) -> None:
         """Compile for the current device without launching."""
         read_kernels_folder()
+        precompute_key(self.kernel)
         self.kernel.warmup(grid=self.grid, **self.arguments, **self._options())
 
     def _run(self) -> Any:
