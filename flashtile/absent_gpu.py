@@ -35,26 +35,11 @@ class _ThisThread(threading.local):
     gpu: AbsentGpu | None = None
 
 
-_this_thread = _ThisThread()
-
-
-def absent_gpu() -> AbsentGpu | None:
-    """The GPU that tensors on the CPU stand for in this thread, if any."""
-    return _this_thread.gpu
-
-
-def stand_for(gpu: AbsentGpu | None) -> None:
-    """From here on, tensors on the CPU stand for tensors on `gpu` in this thread."""
-    _this_thread.gpu = gpu
-
-
-def is_for_gpu(x: Tensor) -> bool:
-    """Whether a tensor is on a GPU, or stands for one there."""
-    return x.is_cuda or _this_thread.gpu is not None
+tensors_stand_for = _ThisThread()
 
 
 def capability_of(x: Tensor) -> tuple[int, int] | None:
-    """The compute capability of a tensor's GPU, or of the one that it stands for."""
-    if _this_thread.gpu is not None:
-        return _this_thread.gpu.capability
+    """The compute capability of the GPU on which a tensor is or stands for one; None on a CPU."""
+    if tensors_stand_for.gpu is not None:
+        return tensors_stand_for.gpu.capability
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None

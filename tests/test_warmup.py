@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile import absent_gpu, cli
+from flashtile import cli
+from flashtile.absent_gpu import TARGETS, tensors_stand_for
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
@@ -219,17 +220,14 @@ def test_an_unknown_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--target: invalid choice: 'sm_75'" in capsys.readouterr().err
 
 
-def test_a_target_stands_behind_tensors_on_the_cpu() -> None:
+def test_tensors_on_the_cpu_stand_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(1, 128, 2, 64, dtype=torch.float16)
     operands, options = describe((x, x, x), Dense(), {"causal": True})
-    absent_gpu.stand_for(absent_gpu.TARGETS["sm_90"]._replace(multiprocessors=114))
-    try:
-        problem = AttentionProblem.of(operands, options)
-        count = multiprocessors(x.device)
-    finally:
-        absent_gpu.stand_for(None)
-    assert (problem.device_type, problem.capability, count) == ("cuda", (9, 0), 114)
     assert AttentionProblem.of(operands, options).device_type == "cpu"
+    monkeypatch.setattr(tensors_stand_for, "gpu", TARGETS["sm_90"]._replace(multiprocessors=114))
+    problem = AttentionProblem.of(operands, options)
+    assert (problem.device_type, problem.capability) == ("cuda", (9, 0))
+    assert multiprocessors(x.device) == 114
 
 
 def test_work_runs_in_processes_and_errors_are_kept() -> None:

@@ -18,7 +18,7 @@ from triton import AsyncCompileMode, JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ..absent_gpu import AbsentGpu, absent_gpu, stand_for
+from ..absent_gpu import AbsentGpu, tensors_stand_for
 from ..lru import Memo
 from .kernel_keys import precompute_key
 from .launch import Launch
@@ -34,7 +34,7 @@ def compile_together(launches: Sequence[Launch]) -> None:
     failed. Does nothing if at most one kernel is new, or if kernels are interpreted, or for a GPU
     that is not here.
     """
-    if absent_gpu() is not None:
+    if tensors_stand_for.gpu is not None:
         return
     new: dict[Any, Launch] = {}
     for launch in launches:
@@ -82,12 +82,12 @@ def compiling_for(gpu: AbsentGpu, wants: Callable[[str], Any]) -> Iterator[None]
 
     driver.set_active(AbsentDriver())
     knobs.compilation.store_binary_only = True
-    stand_for(gpu)
+    tensors_stand_for.gpu = gpu
     try:
         with _Chosen(wants):
             yield
     finally:
-        stand_for(None)
+        tensors_stand_for.gpu = None
 
 
 def _compile(launch: Launch) -> None:

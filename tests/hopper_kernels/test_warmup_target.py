@@ -19,7 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from flashtile import clear_caches, cli
-from flashtile.absent_gpu import absent_gpu
+from flashtile.absent_gpu import tensors_stand_for
 from flashtile.cli import model_calls, warmup
 from flashtile.gpu.kernels_folder import read_kernels_folder
 
@@ -100,7 +100,7 @@ def test_calls_find_the_kernels_of_a_folder_that_has_moved(
         patch.setenv("TRITON_CACHE_DIR", str(made))
         command = ["warmup", "--target=sm_90", f"--model={path}", f"--page-size={page_size}"]
         assert cli.main([*command, f"--for={purpose}"]) == 0
-    assert absent_gpu() is None
+    assert tensors_stand_for.gpu is None
     kernels = sorted(made.rename(moved).glob("*/*kernel.cubin"))
     printed = capsys.readouterr().out
     assert f"{len(kernels)} of {len(kernels)}" in printed and "0.0 s" not in printed

@@ -296,7 +296,8 @@ def _launch(given: Appended, options: RotaryOptions) -> None:
     """Launch `append_launch`."""
 
     def describe(given: Any, made: Any) -> list[Launch]:
-        return [append_launch(Appended(*given), options, capability_of(given[0]))]
+        capability = capability_of(given[0])
+        return [append_launch(Appended(*given), options, capability)]
 
     run_all("append", options, given, (), describe)
 
