@@ -22,13 +22,14 @@ from ..absent_gpu import AbsentGpu, tensors_stand_for
 from ..lru import Memo
 from .kernel_keys import precompute_key
 from .launch import Launch
+from .next_pass import launches_of_next_pass
 
 # The variants that have been compiled by this process. Later calls do not start threads for them.
 _known: Memo[Any, bool] = Memo(4096)
 
 
 def compile_together(launches: Sequence[Launch]) -> None:
-    """Compile the kernels of `launches`, which Triton then finds.
+    """Compile the kernels of `launches`, and of the pass that follows, which Triton then finds.
 
     Returns when all are compiled or have failed, and raises the error of the first launch that
     failed. Does nothing if at most one kernel is new, or if kernels are interpreted, or for a GPU
@@ -36,18 +37,28 @@ def compile_together(launches: Sequence[Launch]) -> None:
     """
     if tensors_stand_for.gpu is not None:
         return
-    new: dict[Any, Launch] = {}
+    new = _new(launches)
+    later = _new(launches_of_next_pass()) if new else {}
+    if len(new) + len(later) > 1:
+        count = len(new) + len(later)
+        with ThreadPoolExecutor(count, "flashtile-compile", _enter, (_device(),)) as threads:
+            started = [threads.submit(_compile, x) for x in (*new.values(), *later.values())]
+        for one in started[: len(new)]:  # the next pass raises its own errors
+            one.result()
+    for variant in (*new, *later):
+        _known[variant] = True
+
+
+def _new(launches: Sequence[Launch]) -> dict[Any, Launch]:
+    """The launches of kernels that this process has not compiled, by their variants."""
+    found = {}
     for launch in launches:
         if isinstance(launch.kernel, JITFunction) and 0 not in launch.grid:
             precompute_key(launch.kernel)  # here, because its result depends on the order
             variant = _variant(launch)
             if not _known.get(variant):
-                new[variant] = launch
-    if len(new) > 1:
-        with ThreadPoolExecutor(len(new), "flashtile-compile", _enter, (_device(),)) as threads:
-            list(threads.map(_compile, new.values()))
-    for variant in new:
-        _known[variant] = True
+                found[variant] = launch
+    return found
 
 
 class _Chosen(AsyncCompileMode):
