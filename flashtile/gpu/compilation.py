@@ -27,6 +27,8 @@ from .next_pass import launches_of_next_pass
 # The variants that have been compiled by this process. Later calls do not start threads for them.
 _known: Memo[Any, bool] = Memo(4096)
 
+PARSER_TRIES = 5
+
 
 def compile_together(launches: Sequence[Launch]) -> None:
     """Compile the kernels of `launches`, and of the pass that follows, which Triton then finds.
@@ -103,9 +105,11 @@ def compiling_for(gpu: AbsentGpu, wants: Callable[[str], Any]) -> Iterator[None]
 
 def _compile(launch: Launch) -> None:
     # Two threads that parse Python at the same time may get this error, though rarely, in Python
-    # before 3.13 (github.com/python/cpython/issues/106905). Then the launch compiles the kernel.
-    with suppress(SystemError):
-        launch.compile()
+    # before 3.13 (github.com/python/cpython/issues/106905). The launch itself is the last try.
+    for _ in range(PARSER_TRIES):
+        with suppress(SystemError):
+            launch.compile()
+            return
 
 
 def _variant(launch: Launch) -> Any:
