@@ -76,7 +76,15 @@ STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
 # another op's kernel, and a formula another op's formula.
 OP_STAGES = {"op": 0, "kernel": 1, "formula": 1}
 # Files of ops/ and gpu/ that may import Triton.
-HAS_TRITON = ("kernel", "intrinsics", "dropout", "launch", "direct_launch", "compilation", "kernels_folder")
+HAS_TRITON = (
+    "kernel",
+    "intrinsics",
+    "dropout",
+    "launch",
+    "direct_launch",
+    "compilation",
+    "kernels_folder",
+)
 
 # The folders inside one backend: what each of them may import from.
 FOLDERS = {
