@@ -103,7 +103,7 @@ def test_calls_find_the_kernels_of_a_folder_that_has_moved(
     assert tensors_stand_for.gpu is None
     kernels = sorted(made.rename(moved).glob("*/*kernel.cubin"))
     printed = capsys.readouterr().out
-    assert f"{len(kernels)} of {len(kernels)}" in printed and "0.0 s" not in printed
+    assert f"{len(kernels)} of {len(kernels)}\n" in printed
     shutil.rmtree(kernels[0].parent)  # compiled again, so they are counted
     monkeypatch.setenv("FLASHTILE_KERNELS", str(moved))
     calls = model_calls.calls_of(config, purpose, page_size)
