@@ -18,6 +18,7 @@ from torch import Tensor
 from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
+from .gpu.next_pass import followed_by
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -240,6 +241,19 @@ def _run_backward(
         return backend.backward(problem, operands, out, lse, dout, dlse)
 
 
+def _describe_backward(problem: AttentionProblem, operands: Operands) -> None:
+    """The backward of a call, with tensors that have no memory."""
+
+    def like(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    described = Operands(*map(like, operands))  # type: ignore[arg-type]  # its fields
+    out, lse = _fake_forward(*described, *problem.options)
+    backends.load(problem.options.backend).backward(problem, described, out, lse, out, None)
+
+
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
     problem = AttentionProblem.of(operands, options)
@@ -381,7 +395,11 @@ class DirectAttention(torch.autograd.Function):
         *differentiable: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         problem, presence, forward, wants_lse = call
-        made = _run_forward(problem, operands, forward)
+        if forward is None and problem.device_type == "cuda":
+            with followed_by(partial(_describe_backward, problem, operands)):
+                made = _run_forward(problem, operands, forward)
+        else:
+            made = _run_forward(problem, operands, forward)
         out, lse = made[0], made[1]
         ctx.set_materialize_grads(False)
         ctx.call = call

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .absent_gpu import capability_of, tensors_stand_for
 from .lru import memoised
 from .masks import BlockMask, Chunk, Window, structure
 from .score_mod import parsed
@@ -232,14 +233,15 @@ class AttentionProblem(NamedTuple):
     def of(cls, operands: Operands, options: Options) -> AttentionProblem:
         """Describe a validated call."""
         q, k, v = operands.q, operands.k, operands.v
+        device_type = q.device.type if tensors_stand_for.gpu is None else "cuda"
         paged = operands.page_table is not None
         packed = operands.cu_seqlens_q is not None
         dense_keys = operands.cu_seqlens_k is None
         grad = torch.is_grad_enabled()
         bias_needs_grad = grad and operands.bias is not None and operands.bias.requires_grad
         return cls(
-            device_type=q.device.type,
-            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+            device_type=device_type,
+            capability=capability_of(q) if device_type == "cuda" else None,
             dtype=q.dtype,
             layout="dense" if not packed else "packed_queries" if dense_keys else "packed",
             B=batch_size(operands),

@@ -331,6 +331,20 @@ TRITON: list[Planted] = [
 
 HOPPER: list[Planted] = [
     Planted(
+        "warmup: the files of a moved folder",
+        "read_kernels_folder",
+        "str(place / name)",
+        "str(kernel / name) + '.moved'",
+        "tests/hopper_kernels/test_warmup_target.py -k 'gemma'",
+    ),
+    Planted(
+        "warmup: the launches of the next pass are forgotten",
+        "compile_together",
+        "_new(launches_of_next_pass()) if new else {}",
+        "{}",
+        "tests/hopper_kernels/test_compilation.py::test_the_backward_compiles_with_the_forward",
+    ),
+    Planted(
         "hopper: left window off by one",
         "masked",
         "visible = visible & (eight >= bounds(start - n0, LAYOUT))",

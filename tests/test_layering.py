@@ -62,7 +62,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
-    ("current_layout", "block_tiles"),
+    ("absent_gpu", "current_layout", "block_tiles"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.
@@ -77,7 +77,15 @@ STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
 # another op's kernel, and a formula another op's formula.
 OP_STAGES = {"op": 0, "kernel": 1, "formula": 1}
 # Files of ops/ and gpu/ that may import Triton.
-HAS_TRITON = ("kernel", "intrinsics", "dropout", "launch", "direct_launch", "compilation")
+HAS_TRITON = (
+    "kernel",
+    "intrinsics",
+    "dropout",
+    "launch",
+    "direct_launch",
+    "compilation",
+    "kernels_folder",
+)
 
 # The folders inside one backend: what each of them may import from.
 FOLDERS = {

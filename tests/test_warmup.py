@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from flashtile import cli
+from flashtile.absent_gpu import TARGETS, tensors_stand_for
 from flashtile.call import dispatch
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
 from flashtile.cli import in_processes, model_calls, model_layers, warmup
 from flashtile.cli.model_layers import Layer, layers_of
+from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -187,6 +191,43 @@ def test_a_combination_makes_calls_of_all_lengths(monkeypatch: pytest.MonkeyPatc
 def test_a_wrong_page_size_is_named(size: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["warmup", f"--page-size={size}"]) == 1
     assert f"--page-size: got {size}, want" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no CUDA device here; --target compiles for one that is not here"),
+        (["--target=sm_90"], "--target sm_90 needs Triton: pip install 'flashtile[triton]'"),
+        (["--multiprocessors=114"], "--multiprocessors: got 114, want a positive number and a"),
+        (["--target=sm_90", "--multiprocessors=-1"], "--multiprocessors: got -1, want"),
+    ],
+)
+def test_what_is_missing_is_named(
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(warmup, "TRITON_IS_INSTALLED", False)
+    assert cli.main(["warmup", "--head-dims=64", *flags]) == 1
+    assert f"flashtile warmup: {message}" in capsys.readouterr().out
+
+
+def test_an_unknown_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["warmup", "--target=sm_75"])
+    assert "--target: invalid choice: 'sm_75'" in capsys.readouterr().err
+
+
+def test_tensors_on_the_cpu_stand_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(1, 128, 2, 64, dtype=torch.float16)
+    operands, options = describe((x, x, x), Dense(), {"causal": True})
+    assert AttentionProblem.of(operands, options).device_type == "cpu"
+    monkeypatch.setattr(tensors_stand_for, "gpu", TARGETS["sm_90"]._replace(multiprocessors=114))
+    problem = AttentionProblem.of(operands, options)
+    assert (problem.device_type, problem.capability) == ("cuda", (9, 0))
+    assert multiprocessors(x.device) == 114
 
 
 def test_work_runs_in_processes_and_errors_are_kept() -> None:

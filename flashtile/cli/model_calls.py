@@ -36,7 +36,7 @@ class Call(NamedTuple):
         return f"{self.kind}, {size}{pages}: {self.layer}, {self.dtype}"
 
     def run(self, device: str) -> None:
-        """Make the call with zeros, and its backward if it has one."""
+        """Make the call, and its backward if it has one."""
         if self.kind == "decoding":
             self._decode(device)
         elif self.kind == "packed training":
@@ -48,14 +48,14 @@ class Call(NamedTuple):
 
     def _attend(self, device: str) -> None:
         train = self.kind == "training"
-        q, k, v = (self._zeros(device, x, train, self.length) for x in "qkv")
+        q, k, v = (self._empty(device, x, train, self.length) for x in "qkv")
         sink = self._sink(device, train)
         out: Any = api.attention(q, k, v, sink=sink, **self.layer.options)
         if train:
-            out.backward(torch.zeros_like(out))
+            out.backward(torch.empty_like(out))
 
     def _attend_packed(self, device: str) -> None:
-        q, k, v = (self._zeros(device, x, True, self.length).flatten(0, 1) for x in "qkv")
+        q, k, v = (self._empty(device, x, True, self.length).flatten(0, 1) for x in "qkv")
         sink = self._sink(device, True)
         half = self.length // 2
         longest = self.length - half
@@ -63,11 +63,11 @@ class Call(NamedTuple):
         out: Any = api.attention_varlen(
             q, k, v, starts, starts, longest, longest, sink=sink, **self.layer.options
         )
-        out.backward(torch.zeros_like(out))
+        out.backward(torch.empty_like(out))
 
     def _decode(self, device: str) -> None:
-        q, k, v = (self._zeros(device, x, False, 1) for x in "qkv")
-        k_cache, v_cache = (self._zeros(device, x, False, self.length) for x in "kv")
+        q, k, v = (self._empty(device, x, False, 1) for x in "qkv")
+        k_cache, v_cache = (self._empty(device, x, False, self.length) for x in "kv")
         given: dict[str, Any] = dict(self.layer.options, sink=self._sink(device, False))
         given["cache_seqlens"] = torch.ones(self.batch, dtype=torch.int32, device=device)
         if self.page_size:
@@ -78,13 +78,13 @@ class Call(NamedTuple):
             given["page_table"] = pages.view(self.batch, -1)
         api.attention_with_kvcache(q, k_cache, v_cache, k, v, **given)
 
-    def _zeros(self, device: str, name: str, has_grad: bool, length: int) -> Tensor:
+    def _empty(self, device: str, name: str, has_grad: bool, length: int) -> Tensor:
         layer = self.layer
         heads = layer.heads if name == "q" else layer.key_heads
         dim = layer.value_head_dim if name == "v" else layer.head_dim
         dtype = getattr(torch, self.dtype)
         shape = (self.batch, length, heads, dim)
-        return torch.zeros(shape, device=device, dtype=dtype, requires_grad=has_grad)
+        return torch.empty(shape, device=device, dtype=dtype, requires_grad=has_grad)
 
     def _sink(self, device: str, has_grad: bool) -> Tensor | None:
         if not self.layer.has_sink:

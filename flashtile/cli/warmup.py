@@ -9,16 +9,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..absent_gpu import TARGETS, AbsentGpu
 from ..backends import load
 from ..call import dispatch
 from ..call.layouts import Dense
 from ..call.prepare import describe
+from ..gpu.hardware import TRITON_IS_INSTALLED
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress
 from .model_calls import CAPACITY, LENGTHS, PURPOSES, Call, calls_of
@@ -50,7 +52,7 @@ class Combination(NamedTuple):
 
     def _run(self, device: str, length: int) -> None:
         shape = (TOKENS // length, length, self.group, self.head_dim)
-        q = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
+        q = torch.empty(shape, device=device, dtype=getattr(torch, self.dtype))
         k = q[:, :, :1].contiguous()
         operands, options = describe((q, k, k), Dense(), {"causal": self.causal})
         problem = AttentionProblem.of(operands, options)
@@ -70,6 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="compile what a model of Hugging Face needs: a config.json, a folder with one, or a "
         "name that transformers knows (default: none, --head-dims, --dtypes and --group say it)",
+    )
+    parser.add_argument(
+        "--target",
+        choices=TARGETS,
+        help="compile for a GPU of this architecture, which need not be here (default: for the GPU "
+        "of this machine)",
+    )
+    parser.add_argument(
+        "--multiprocessors",
+        type=int,
+        default=0,
+        metavar="N",
+        help="those of the target, where it is not the usual card: 114 of an H100 with PCIe "
+        "(default: those of an A100, A40, L40S, H100 with SXM or H200, B200, RTX 5090)",
     )
     parser.add_argument(
         "--for",
@@ -131,21 +147,32 @@ def run(args: argparse.Namespace) -> int:
         return 1
     for call in calls:
         print(call)
-    if not torch.cuda.is_available():
-        print(
-            "flashtile warmup: no CUDA device here; kernels are compiled for the GPU that runs them"
-        )
+    if missing := _missing(args.target):
+        print(f"flashtile warmup: {missing}")
         return 1
+    gpu = TARGETS.get(args.target)
+    if gpu is not None and args.multiprocessors:
+        gpu = gpu._replace(multiprocessors=args.multiprocessors)
     started = time.monotonic()
-    done = in_processes(partial(make, device="cuda"), calls, args.processes)
-    failed = []
-    for call, result in with_progress(done, len(calls), "compiled"):
+    failed: dict[Any, Any] = {}
+    one: Callable[[Any], Any] = partial(make, device="cuda")
+    work: Sequence[Any] = calls
+    if gpu is not None:
+        kernels: dict[str, Call | Combination] = {}  # each with a call that needs it
+        for call, found in in_processes(partial(kernels_of, gpu=gpu), calls, args.processes):
+            if isinstance(found, Exception):
+                failed[call] = found
+            else:
+                kernels |= dict.fromkeys(found, call)
+        one, work = partial(compile_one, gpu=gpu), [*kernels.items()]
+    done = in_processes(one, work, args.processes)
+    for item, result in with_progress(done, len(work), "compiled"):
         if result is not None:
-            failed.append(f"{call}: {result}")
+            failed[item if gpu is None else item[1]] = result
     took = time.monotonic() - started
     print(f"{len(calls) - len(failed)} of {len(calls)} calls ready in {took:.1f} s")
-    for line in failed:
-        print(f"failed: {line}")
+    for call, reason in failed.items():
+        print(f"failed: {call}: {reason}")
     return 1 if failed else 0
 
 
@@ -154,7 +181,39 @@ def make(call: Call | Combination, device: str) -> None:
     call.run(device)
 
 
+def kernels_of(call: Call | Combination, gpu: AbsentGpu) -> list[str]:
+    """The keys in Triton's cache of the kernels that a call needs on a GPU that is not here."""
+    from ..gpu.compilation import compiling_for
+
+    found: list[str] = []
+    with compiling_for(gpu, found.append):
+        call.run("cpu")
+    return found
+
+
+def compile_one(kernel: tuple[str, Call | Combination], gpu: AbsentGpu) -> None:
+    """Compile the kernel of a call that has a key in Triton's cache."""
+    from ..gpu.compilation import compiling_for
+
+    key, call = kernel
+    with compiling_for(gpu, key.__eq__):
+        call.run("cpu")
+
+
+def _missing(target: str | None) -> str | None:
+    """What this machine lacks to compile for `target`, or for its own GPU."""
+    if target is None and not torch.cuda.is_available():
+        return "no CUDA device here; --target compiles for one that is not here"
+    if target is not None and not TRITON_IS_INSTALLED:
+        return f"--target {target} needs Triton: pip install 'flashtile[triton]'"
+    return None
+
+
 def _calls(args: argparse.Namespace) -> Sequence[Call | Combination]:
+    if args.multiprocessors < 0 or (args.multiprocessors and args.target is None):
+        raise ValueError(
+            f"--multiprocessors: got {args.multiprocessors}, want a positive number and a --target"
+        )
     if args.page_size < 0 or (args.page_size and CAPACITY % args.page_size):
         raise ValueError(f"--page-size: got {args.page_size}, want 0 or a divisor of {CAPACITY}")
     if args.model is not None:

@@ -8,47 +8,108 @@ after an error, and in 3.9 other threads find its unfinished kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from triton import JITFunction
+from triton import AsyncCompileMode, JITFunction, knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
+from ..absent_gpu import AbsentGpu, tensors_stand_for
 from ..lru import Memo
 from .kernel_keys import precompute_key
 from .launch import Launch
+from .next_pass import launches_of_next_pass
 
 # The variants that have been compiled by this process. Later calls do not start threads for them.
 _known: Memo[Any, bool] = Memo(4096)
 
+PARSER_TRIES = 5
+
 
 def compile_together(launches: Sequence[Launch]) -> None:
-    """Compile the kernels of `launches`, which Triton then finds.
+    """Compile the kernels of `launches`, and of the pass that follows, which Triton then finds.
 
     Returns when all are compiled or have failed, and raises the error of the first launch that
-    failed. Does nothing if at most one kernel is new, or if kernels are interpreted.
+    failed. Does nothing if at most one kernel is new, or if kernels are interpreted, or for a GPU
+    that is not here.
     """
-    new: dict[Any, Launch] = {}
+    if tensors_stand_for.gpu is not None:
+        return
+    new = _new(launches)
+    later = _new(launches_of_next_pass()) if new else {}
+    if len(new) + len(later) > 1:
+        count = len(new) + len(later)
+        with ThreadPoolExecutor(count, "flashtile-compile", _enter, (_device(),)) as threads:
+            started = [threads.submit(_compile, x) for x in (*new.values(), *later.values())]
+        for one in started[: len(new)]:  # the next pass raises its own errors
+            one.result()
+    for variant in (*new, *later):
+        _known[variant] = True
+
+
+def _new(launches: Sequence[Launch]) -> dict[Any, Launch]:
+    """The launches of kernels that this process has not compiled, by their variants."""
+    found = {}
     for launch in launches:
         if isinstance(launch.kernel, JITFunction) and 0 not in launch.grid:
             precompute_key(launch.kernel)  # here, because its result depends on the order
             variant = _variant(launch)
             if not _known.get(variant):
-                new[variant] = launch
-    if len(new) > 1:
-        with ThreadPoolExecutor(len(new), "flashtile-compile", _enter, (_device(),)) as threads:
-            list(threads.map(_compile, new.values()))
-    for variant in new:
-        _known[variant] = True
+                found[variant] = launch
+    return found
+
+
+class _Chosen(AsyncCompileMode):
+    """Compiles only kernels that a function of their keys in Triton's cache chooses."""
+
+    def __init__(self, wants: Callable[[str], Any]) -> None:
+        super().__init__(None)
+        self._wants = wants
+
+    def submit(self, key: str, compile_one: Callable[[], Any], *_: Any) -> None:
+        """Called where a kernel would be compiled."""
+        if self._wants(key):
+            compile_one()
+
+
+@contextmanager
+def compiling_for(gpu: AbsentGpu, wants: Callable[[str], Any]) -> Iterator[None]:
+    """Inside the block, calls of this thread with tensors on the CPU launch nothing: they compile
+    kernels for `gpu`, those that `wants` chooses by their keys in Triton's cache, which keeps only
+    the machine code. The process can then launch no kernel on a GPU of its own.
+    """
+    from triton.backends.nvidia.driver import CudaDriver  # which builds for ROCm may lack
+
+    class AbsentDriver(CudaDriver):
+        def __init__(self) -> None:
+            self.get_current_device = lambda: -1
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self) -> GPUTarget:
+            major, minor = gpu.capability
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+    driver.set_active(AbsentDriver())
+    knobs.compilation.store_binary_only = True
+    tensors_stand_for.gpu = gpu
+    try:
+        with _Chosen(wants):
+            yield
+    finally:
+        tensors_stand_for.gpu = None
 
 
 def _compile(launch: Launch) -> None:
     # Two threads that parse Python at the same time may get this error, though rarely, in Python
-    # before 3.13 (github.com/python/cpython/issues/106905). Then the launch compiles the kernel.
-    with suppress(SystemError):
-        launch.compile()
+    # before 3.13 (github.com/python/cpython/issues/106905). The launch itself is the last try.
+    for _ in range(PARSER_TRIES):
+        with suppress(SystemError):
+            launch.compile()
+            return
 
 
 def _variant(launch: Launch) -> Any:

@@ -13,7 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
+from ..absent_gpu import tensors_stand_for
 from .kernel_keys import precompute_key
+from .kernels_folder import read_kernels_folder
 
 
 class Launch(NamedTuple):
@@ -40,8 +42,13 @@ class Launch(NamedTuple):
         return x, y, z
 
     def run(self) -> Any:
-        """Launch on the current device; return the compiled kernel, or None for an empty grid."""
+        """Launch on the current device; return the compiled kernel, or None for an empty grid and
+        for a GPU that is not here, where the kernel is only compiled.
+        """
         if 0 in self.grid:
+            return None
+        if tensors_stand_for.gpu is not None:
+            self.compile()
             return None
         if self.needs_scratch:
             return with_scratch(self._run)
@@ -54,9 +61,12 @@ class Launch(NamedTuple):
 
     def compile(self) -> None:
         """Compile for the current device without launching."""
+        read_kernels_folder()
+        precompute_key(self.kernel)
         self.kernel.warmup(grid=self.grid, **self.arguments, **self._options())
 
     def _run(self) -> Any:
+        read_kernels_folder()
         precompute_key(self.kernel)
         return self.kernel[self.grid](**self.arguments, **self._options())
 

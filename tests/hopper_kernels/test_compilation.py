@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from flashtile import clear_caches
+from flashtile import attention, attention_varlen, clear_caches
 from flashtile.gpu import compilation, relaunch
+from flashtile.gpu import next_pass as next_pass_module
 from flashtile.gpu.launch import Launch
 from flashtile.gpu.relaunch import run_all
 
-from .fake_cuda import Driver, fake_driver
+from .fake_cuda import Driver, as_if_on_a_gpu, fake_driver
 
 pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="needs the compiler")
 
@@ -176,3 +177,44 @@ def test_threads_compile_for_the_current_device(driver, monkeypatch):
     call(kernels(), torch.zeros(16))
     assert {index for index, _ in entered} == {3}
     assert {thread for _, thread in entered} == watch.threads
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_the_backward_compiles_with_the_forward(driver, monkeypatch, backend, is_packed):
+    made: list[str] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: made.append(src.name))
+    x = torch.randn(1, 256, 2, 64, dtype=torch.float16, requires_grad=True)
+    starts = torch.tensor([0, 100, 256], dtype=torch.int32)
+    with as_if_on_a_gpu():
+        if is_packed:
+            x = x[0].detach().requires_grad_()
+            out = attention_varlen(x, x, x, starts, starts, 156, 156, backend=backend)
+        else:
+            out = attention(x, x, x, causal=True, backend=backend)
+        forward, made[:] = made[:], []
+        out.backward(torch.randn_like(out))
+    assert "forward_kernel" in forward and len(forward) > 2
+    assert made == []
+
+
+def test_the_backward_of_a_known_forward_is_not_described(driver, monkeypatch):
+    monkeypatch.setattr(compilation, "launches_of_next_pass", None)
+    both, x = kernels(), torch.zeros(16)
+    monkeypatch.setattr(compilation._known, "get", lambda variant: True)
+    call(both, x)
+
+
+def test_an_error_of_the_next_pass_is_its_own(driver, monkeypatch):
+    both, x = kernels(), torch.zeros(16)
+    failing, _ = kernels(fails=True)[::-1]
+
+    def next_pass() -> None:
+        call((failing, failing), x, n=7)
+        raise ValueError("cannot be described further")
+
+    with driver.launches() as made, next_pass_module.followed_by(next_pass):
+        call(both, x)
+    assert sizes(made) == [2, 3]
+    with pytest.raises(triton.CompilationError, match="the second kernel is wrong"):
+        call((failing, failing), x, n=7)

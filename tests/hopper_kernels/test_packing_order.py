@@ -71,7 +71,7 @@ FEW = [name for name in LENGTHS if name != "many"]  # whose emulation takes seco
 
 
 @pytest.mark.parametrize(
-    "lengths, together", [*itertools.product(FEW, (1, 2, 16)), ("many", 2)]
+    ("lengths", "together"), [*itertools.product(FEW, (1, 2, 16)), ("many", 2)]
 )
 def test_order(lengths: str, together: int):
     keys = LENGTHS[lengths]

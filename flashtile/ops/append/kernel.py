@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...absent_gpu import capability_of
 from ...gpu.hardware import has_tma
 from ...gpu.intrinsics import let_next_kernel_start
 from ...gpu.launch import Launch
@@ -295,8 +296,7 @@ def _launch(given: Appended, options: RotaryOptions) -> None:
     """Launch `append_launch`."""
 
     def describe(given: Any, made: Any) -> list[Launch]:
-        k = given[0]
-        capability = torch.cuda.get_device_capability(k.device) if k.is_cuda else None
+        capability = capability_of(given[0])
         return [append_launch(Appended(*given), options, capability)]
 
     run_all("append", options, given, (), describe)

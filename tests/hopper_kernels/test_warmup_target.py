@@ -1,0 +1,117 @@
+"""What `flashtile warmup --target` compiles without a GPU is what the calls on the GPU need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if torch.cuda.is_available():
+    pytest.skip("replaces the CUDA driver", allow_module_level=True)
+
+from triton import knobs
+from triton.runtime import driver
+
+from flashtile import clear_caches, cli
+from flashtile.absent_gpu import tensors_stand_for
+from flashtile.cli import model_calls, warmup
+from flashtile.gpu.kernels_folder import read_kernels_folder
+
+from .fake_cuda import as_if_on_a_gpu, fake_driver
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(knobs.runtime.interpret, reason="needs the compiler"),
+]
+
+GEMMA_2 = {
+    "model_type": "gemma2",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": 40,
+    "attn_logit_softcapping": 50.0,
+}
+GPT_OSS = {**GEMMA_2, "model_type": "gpt_oss", "attn_logit_softcapping": None}
+
+
+def in_this_process(function: Callable[[Any], Any], items: list[Any], processes: int) -> Any:
+    for item in items:
+        yield item, function(item)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with fake_driver(tmp_path_factory.mktemp("cuda"), records=False):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_calls, "LENGTHS", (512,))
+    monkeypatch.setattr(model_calls, "CAPACITY", 512)
+    monkeypatch.setattr(warmup, "in_processes", in_this_process)
+
+
+def compilations(
+    calls: list[model_calls.Call], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The kernels that calls on the GPU compile because Triton's cache lacks them."""
+    made: list[str] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            made.append(src.name)
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    with as_if_on_a_gpu():
+        for call in calls:
+            call.run("cpu")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("config", "purpose", "page_size"),
+    [(GEMMA_2, "serving", 16), (GPT_OSS, "training", 0)],
+    ids=["gemma 2", "gpt-oss"],
+)
+def test_calls_find_the_kernels_of_a_folder_that_has_moved(
+    config: dict[str, Any],
+    purpose: str,
+    page_size: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, moved, path = tmp_path / "made", tmp_path / "moved", tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with monkeypatch.context() as patch:
+        active = driver.active
+        patch.setattr(driver, "_active", active)  # puts back what the command replaces
+        patch.setattr(knobs.compilation, "store_binary_only", False)
+        patch.setenv("TRITON_CACHE_DIR", str(made))
+        command = ["warmup", "--target=sm_90", f"--model={path}", f"--page-size={page_size}"]
+        assert cli.main([*command, f"--for={purpose}"]) == 0
+    assert tensors_stand_for.gpu is None
+    kernels = sorted(made.rename(moved).glob("*/*kernel.cubin"))
+    printed = capsys.readouterr().out
+    assert f"{len(kernels)} of {len(kernels)}\n" in printed
+    shutil.rmtree(kernels[0].parent)  # compiled again, so they are counted
+    monkeypatch.setenv("FLASHTILE_KERNELS", str(moved))
+    calls = model_calls.calls_of(config, purpose, page_size)
+    assert compilations(calls, tmp_path / "cache", monkeypatch) == [kernels[0].stem]
+
+
+def test_a_missing_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear_caches()
+    monkeypatch.setenv("FLASHTILE_KERNELS", "/nowhere")
+    with pytest.raises(FileNotFoundError, match="FLASHTILE_KERNELS: got '/nowhere', want a folder"):
+        read_kernels_folder()
