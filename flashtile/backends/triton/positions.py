@@ -1,6 +1,6 @@
 """Where queries and keys stand in their sequence, when the tensors hold only parts of it.
 
-The rules of `flashtile.positions`, on the GPU: a few runs describe the positions of a sequence's
+The positions of `flashtile.masks` on the GPU: a few runs describe the positions of a sequence's
 rows, which increase from row to row. What a query sees is therefore an interval of rows of k, and
 kernels compute it once for each tile; their loops over tiles know rows only. Without runs
 (`cfg.RUNS` is 0) query i stands at i + N - M and key j at j, which costs nothing.

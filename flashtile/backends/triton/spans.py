@@ -1,4 +1,4 @@
-"""Masks as spans: a query sees the union of a few intervals of keys (`flashtile.spans.Spans`).
+"""Masks as spans: a query sees the union of a few intervals of keys (`flashtile.masks.Spans`).
 
 A tile of queries reads the intervals of its rows once. Their extremes bound the tiles of keys that
 some row sees, and those that all rows see, which are not masked. So no list of tiles is needed, and

@@ -131,8 +131,8 @@ def floor_to(x, size):
     return x - gl.where(remainder < 0, remainder + size, remainder)
 
 
-# The positions of queries and keys in their sequence, when the tensors hold only parts of it:
-# `flashtile.positions` on the GPU. A few runs describe the positions of a sequence's rows, which
+# The positions of queries and keys in their sequence, when the tensors hold only parts of it: those
+# of `flashtile.masks` on the GPU. A few runs describe the positions of a sequence's rows, which
 # increase from row to row. What a query sees is therefore an interval of rows of k, and the rows
 # that see a key are an interval of rows of q. They are computed once for each tile, before its
 # loop, which knows rows only. Without runs (cfg.RUNS is 0) query i has position i + N - M and key j

@@ -1,4 +1,4 @@
-"""Masks as spans (`flashtile.spans.Spans`): the kernel that lists the blocks of keys that each tile
+"""Masks as spans (`flashtile.masks.Spans`): the kernel that lists the blocks of keys that each tile
 of queries visits, before the forward. With one interval for each row, the forward of a dense batch
 does without up to head dim 64 (`schedule.py`).
 
