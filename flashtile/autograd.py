@@ -284,6 +284,7 @@ def _probabilities(*args: Any) -> Tensor:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    flops.register_when_counting()  # of a graph, whose operations no function here calls
     operands = Operands(*args[:_INPUTS])
     q, v = operands.q, operands.v
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))

@@ -11,9 +11,10 @@ import torch
 from conformance.calls import assert_same, cache_call, flat, heads_and_lengths, tensors
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import flashtile
+from flashtile import flops
 from flashtile.backends import cpu
 from flashtile.problem import Operands, Options
 from flashtile.testing import attention_reference, generator, normal, qkv
@@ -187,6 +188,21 @@ class TestFlops:
         with FlopCounterMode(display=False) as inside:
             flashtile.attention_with_kvcache(**call, workspace=given)
         assert inside.get_total_flops() == without.get_total_flops() > 0
+
+    def test_of_a_program_that_was_exported_before_any_call(self, monkeypatch):
+        monkeypatch.setattr(flops, "_registered", False)
+        for op in [op for op in flop_registry if str(op).startswith("flashtile.")]:
+            monkeypatch.delitem(flop_registry, op)
+
+        class Attend(torch.nn.Module):
+            def forward(self, q, k, v):
+                return flashtile.attention(q, k, v)
+
+        inputs = tuple(heads_and_lengths(9))
+        program = torch.export.export(Attend(), inputs).module()
+        with FlopCounterMode(display=False) as counter:
+            program(*inputs)
+        assert counter.get_total_flops() == 4 * 2 * 4 * 9 * 12 * 8
 
 
 class TestCheckpoint:
