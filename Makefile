@@ -19,7 +19,9 @@ ARGS   ?=
 
 PY      := $(VENV)/bin/python
 PINS    := $(VENV)/constraints.txt
-INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint $(PINS)
+# Python compiles the modules that are imported; pip would compile thousands that are not.
+PIP     := $(PY) -m pip install --disable-pip-version-check --no-compile
+INSTALL := $(PIP) --constraint $(PINS)
 SOURCES := pyproject.toml $(PINS)
 # What becomes of the line in constraints.txt that pins it.
 TORCH_pinned := &
@@ -192,7 +194,7 @@ $(VENV)/.dev: $(SOURCES) | $(VENV)/.venv
 # packages, so that torch and the rest are installed once for all releases.
 $(VENV)/triton-%/.installed: | $(VENV)/.venv
 	rm -rf $(@D)
-	$(PY) -m pip install --disable-pip-version-check --target $(@D) triton==$* $(BESIDE_TRITON_$*)
+	$(PIP) --target $(@D) triton==$* $(BESIDE_TRITON_$*)
 	@touch $@
 
 WITH_TRITON = PYTHONPATH=$(abspath $(VENV)/triton-$(1)) TRITON_CACHE_DIR=$(abspath $(VENV)/triton-$(1)/.cache)
