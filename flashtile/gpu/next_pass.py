@@ -1,4 +1,6 @@
-"""The pass that will probably follow: its kernels compile while those of this pass do."""
+"""The pass that will probably follow: its kernels are compiled at the same time as those of this
+pass.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def launches_of_next_pass() -> list[Any]:
     found: list[Any] = []
     if next_pass is not None:
         _this_thread.launches = found
-        with suppress(Exception):
-            next_pass()
-        _this_thread.launches = None
+        try:
+            with suppress(Exception):
+                next_pass()
+        finally:  # also after KeyboardInterrupt: later passes would be described, not run
+            _this_thread.launches = None
     return found

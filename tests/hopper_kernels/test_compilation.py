@@ -205,6 +205,15 @@ def test_the_backward_of_a_known_forward_is_not_described(driver, monkeypatch):
     call(both, x)
 
 
+def test_after_an_interrupt_passes_are_launched_again():
+    def next_pass() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), next_pass_module.followed_by(next_pass):
+        next_pass_module.launches_of_next_pass()
+    assert next_pass_module.described() is None
+
+
 def test_an_error_of_the_next_pass_is_its_own(driver, monkeypatch):
     both, x = kernels(), torch.zeros(16)
     failing, _ = kernels(fails=True)[::-1]
