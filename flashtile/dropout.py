@@ -81,20 +81,20 @@ def random_bits(dropout_p: float) -> int:
     """The bits of a score's random number: 8 as in flash-attention, or 16 where rounding p to a
     multiple of 1/256 would change it by more than a 32nd.
     """
-    return 8 if dropout_p >= 1 / 16 or (256 * dropout_p).is_integer() else 16
+    return 8 if dropout_p >= 1 / 16 or (256.0 * dropout_p).is_integer() else 16
 
 
 def first_kept(dropout_p: float) -> int:
-    """The least number that is kept: p in units of the least probability, rounded to the nearest,
-    but some number is always kept.
+    """The least number that is kept: p times the count of all numbers, rounded. The largest number
+    is always kept.
     """
     numbers = 2 ** random_bits(dropout_p)
     return min(round(dropout_p * numbers), numbers - 1)
 
 
 def keep_rate(dropout_p: float) -> float:
-    """The probability with which a score is kept, 1 - p but for the rounding of `first_kept`. What
-    is kept is divided by it, so that the output's mean is exact.
+    """The probability with which a score is kept: 1 - p, with p rounded as in `first_kept`. What is
+    kept is divided by it, so that the output's mean is exact.
     """
     return 1.0 - first_kept(dropout_p) / 2 ** random_bits(dropout_p)
 

@@ -92,6 +92,10 @@ def test_numbers(p):
     assert abs(1 - keep_rate(p) - p) <= max(p / 32, 2**-17) or p > 255 / 256
 
 
+def test_a_rate_may_be_an_int():
+    assert keep_rate(0) == 1.0
+
+
 def test_key_is_a_block_of_seed_and_offset():
     seed, offset = 0x299F31D0A4093822, 0x05A308D3243F6A88
     key = philox_key(torch.tensor([seed, offset]))
