@@ -27,8 +27,10 @@ def plain_attention(
     softcap: float = 0.0,
     softmax_scale: float | None = None,
     slopes: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Tensor:
-    """q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim)."""
+    """q (batch, seq_q, heads, head_dim), k and v (batch, seq_k, kv_heads, head_dim), keep (batch,
+    seq_k)."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -45,6 +47,8 @@ def plain_attention(
         hidden |= behind > left
     if right >= 0:
         hidden |= behind < -right
+    if keep is not None:
+        hidden = hidden | ~keep[:, None, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).nan_to_num()
     return torch.einsum("bhij,bjhd->bihd", weights, v)
 
@@ -71,13 +75,27 @@ def plain_slopes(heads: int) -> Tensor:
     return torch.tensor((slopes + between)[:heads])
 
 
-def plain_mha(mha: nn.Module, x: Tensor, x_kv: Tensor | None = None) -> Tensor:
+def plain_dwconv(conv: nn.Module, x: Tensor) -> Tensor:
+    """x (batch, seq, features), each token with the two before it."""
+    before = F.pad(x, (0, 0, 2, 0))
+    terms = (before[:, i : i + x.shape[1]] * conv.weight[:, 0, i] for i in range(3))
+    return sum(terms) + conv.bias
+
+
+def plain_mha(
+    mha: nn.Module, x: Tensor, x_kv: Tensor | None = None, keep: Tensor | None = None
+) -> Tensor:
     """`MHA` in evaluation mode, on dense sequences."""
     heads, kv_heads, head_dim = mha.num_heads, mha.num_heads_kv, mha.head_dim
     if x_kv is None:
-        q, kv = mha.Wqkv(x)[..., : heads * head_dim], mha.Wqkv(x)[..., heads * head_dim :]
+        qkv = mha.Wqkv(x)
+        if hasattr(mha, "dwconv_qkv"):
+            qkv = plain_dwconv(mha.dwconv_qkv, qkv)
+        q, kv = qkv[..., : heads * head_dim], qkv[..., heads * head_dim :]
     else:
         q, kv = mha.Wq(x), mha.Wkv(x_kv)
+    if hasattr(mha, "dwconv_q"):
+        q, kv = plain_dwconv(mha.dwconv_q, q), plain_dwconv(mha.dwconv_kv, kv)
     k, v = kv[..., : kv_heads * head_dim], kv[..., kv_heads * head_dim :]
     q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in (q, k, v))
     if mha.rotary_emb is not None:
@@ -93,20 +111,35 @@ def plain_mha(mha: nn.Module, x: Tensor, x_kv: Tensor | None = None) -> Tensor:
         softcap=mha.softcap,
         softmax_scale=mha.softmax_scale,
         slopes=plain_slopes(heads) if mha.use_alibi else None,
+        keep=keep,
     )
     return mha.out_proj(out.flatten(2))
 
 
-def plain_block(block: nn.Module, x: Tensor) -> Tensor:
-    """`Block` and `ParallelBlock` without dropout, around `MHA` and an MLP."""
+def plain_block(block: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
+    """What `Block` and `ParallelBlock` return, stacked, around `MHA` and an MLP.
+
+    `others` are the second branch of a parallel block, and the stream. The sum of the results is
+    the input of the next layer if there is no dropout.
+    """
+
+    def drop1(branch: Tensor) -> Tensor:
+        return getattr(block, "drop_path1", nn.Identity())(block.dropout1(branch))
+
+    def drop2(branch: Tensor) -> Tensor:
+        return getattr(block, "drop_path2", nn.Identity())(block.dropout2(branch))
+
     if not hasattr(block, "prenorm"):
+        x = drop1(x) + sum(others[1:])
+        x = x + (drop2(others[0]) if others else 0)
         read = block.norm1(x) if block.tied_norm else block.norm2(x)
-        return x + plain_mha(block.mixer, block.norm1(x)) + block.mlp(read)
+        return torch.stack((plain_mha(block.mixer, block.norm1(x)), block.mlp(read), x))
     if block.prenorm:
-        x = x + plain_mha(block.mixer, block.norm1(x))
-        return x + block.mlp(block.norm2(x))
-    x = block.norm1(x + plain_mha(block.mixer, x))
-    return block.norm2(x + block.mlp(x))
+        x = drop1(x) + sum(others)
+        x = x + drop2(plain_mha(block.mixer, block.norm1(x)))
+        return torch.stack((block.mlp(block.norm2(x)), x))
+    x = block.norm1(x + drop1(plain_mha(block.mixer, x)))
+    return block.norm2(x + drop2(block.mlp(x)))
 
 
 def check_against_plain(

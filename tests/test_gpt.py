@@ -36,7 +36,7 @@ def test_the_model_is_its_layers(name, dtype, seed):
         if name == "gpt2":
             x = x + model.embeddings.position_embeddings.weight[: ids.shape[1]]
         for layer in model.layers:
-            x = plain_block(layer, x)
+            x = plain_block(layer, x).sum(0)
         return model.ln_f(x)
 
     # Positions of which no token reads the embedding have the gradient 0 all the same.
@@ -212,11 +212,12 @@ def test_every_choice_reaches_the_layers(seed):
         "cu_seqlens": None,
         "max_seqlen": None,
     }
-    assert (model.drop.p, model.ln_f.eps) == (0.1, 0.125)
+    assert (model.drop_f.p, model.ln_f.eps) == (0.2, 0.125)
     for index, layer in enumerate(model.layers):
         rotary = layer.mixer.rotary_emb
         assert (rotary.dim, rotary.base, rotary.interleaved) == (4, 77.0, True)
-        assert (layer.dropout1.p, layer.dropout2.p) == (0.2, 0.2)
+        # What stands before the first layer are the embeddings.
+        assert (layer.dropout1.p, layer.dropout2.p) == (0.2 if index else 0.1, 0.2)
         assert (layer.norm1.eps, layer.norm2.eps) == (0.125, 0.125)
         assert layer.mixer.layer_idx == index
 

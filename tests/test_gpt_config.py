@@ -112,6 +112,17 @@ FLASH_ATTN = {
         dict.fromkeys(("qkv_proj_bias", "out_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False),
         {"attention_bias": False, "mlp_bias": False},
     ),
+    "float32 stream": ({"residual_in_fp32": True}, {"residual_in_fp32": True}),
+    "scale of the layer": (
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_by_inverse_layer_idx": True},
+    ),
+    "no scale": ({"scale_attn_weights": False}, {"softmax_scale": 1.0}),
+    "another scale": ({"mup_attn_multiplier": 0.5}, {"softmax_scale": 0.5 * 64**-0.5}),
+    "scale of muP": (
+        {"mup_attn_multiplier": 8.0, "mup_scale_qk_dot_by_d": True},
+        {"softmax_scale": 0.125},
+    ),
     "vocabulary": ({"pad_vocab_size_multiple": 64}, {"vocab_size": 50304}),
     "fast gelu": ({"activation_function": "gelu_fast"}, {}),
     "gated": (
@@ -147,7 +158,6 @@ def test_from_flash_attn_s_gpt2(case):
             {"lm_head_bias": True, "mup_width_scale": 0.5},
             "lm_head_bias, mup_width_scale: got lm_head_bias=True, mup_width_scale=0.5",
         ),
-        ({"residual_in_fp32": True}, "residual_in_fp32"),
         ({"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
         ({"parallel_block_tied_norm": True}, "parallel_block_tied_norm"),
         ({"word_embed_proj_dim": 8}, "word_embed_proj_dim"),
@@ -226,8 +236,6 @@ def test_unknown_models(make):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: got True"),
-        ({"scale_attn_weights": False}, "scale_attn_weights: got False"),
         ({"add_cross_attention": True}, "add_cross_attention: got True"),
         ({"activation_function": "mish"}, "activation_function: got 'mish', want one of gelu"),
     ],

@@ -18,10 +18,17 @@ from torch import nn
 
 from flashtile.layers.rotary import RotaryEmbedding
 from flashtile.modules.alibi import alibi_slopes
-from flashtile.modules.block import Block, ParallelBlock
+from flashtile.modules.block import Block, ParallelBlock, StochasticDepth
 from flashtile.modules.embedding import GPT2Embeddings
 from flashtile.modules.inference import InferenceParams
-from flashtile.modules.mha import MHA, FlashCrossAttention, FlashSelfAttention, get_alibi_slopes
+from flashtile.modules.mha import (
+    MHA,
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+)
 from flashtile.modules.mlp import GatedMlp, Mlp
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
@@ -138,6 +145,119 @@ def test_the_cache_knows_each_sequence_s_length(seed):
     for b, length in enumerate(lengths.tolist()):
         want = plain_mha(layer, x[b : b + 1, : length + 1])[:, -1]
         torch.testing.assert_close(got[b], want)
+
+
+CONVOLVED = {
+    "together": {},
+    "grouped": {"num_heads_kv": 2, "causal": True},
+    "cross": {"cross_attn": True},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_convolved_projections(name, dtype, seed):
+    layer = MHA(32, 4, dwconv=True, **CONVOLVED[name])
+    inputs = tuple(torch.randn(2, length, 32) for length in (9, 6)[: 1 + layer.cross_attn])
+    check_against_plain(layer, plain_mha, inputs, dtype)
+
+
+def some_keys(batch, seqlen):
+    """A mask that keeps about half of the keys, but always the first."""
+    keep = torch.rand(batch, seqlen) < 0.5
+    keep[:, 0] = True
+    return keep
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["plain", "causal", "grouped", "all"])
+def test_padding(name, dtype, seed):
+    keep = some_keys(2, 13)
+
+    def call(layer, *inputs):
+        return layer(*inputs, key_padding_mask=keep)
+
+    def plain(layer, *inputs):
+        return plain_mha(layer, *inputs, keep=keep)
+
+    check_against_plain(mha(name), plain, (torch.randn(2, 13, 32),), dtype, call)
+    if not mha(name).causal:
+        inputs = torch.randn(2, 7, 32), torch.randn(2, 13, 32)
+        check_against_plain(mha(name, cross_attn=True), plain, inputs, dtype, call)
+
+
+def test_padding_behind_the_keys_of_causal_cross_attention(seed):
+    """The last query sees the last key that takes part."""
+    lengths = (9, 4, 6)
+    keep = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
+    layer = mha("causal", cross_attn=True).double()
+    x, x_kv = torch.randn(3, 4, 32).double(), torch.randn(3, 9, 32).double()
+    got = layer(x, x_kv, keep)
+    q, kv = torch.randn(3, 4, 4, 8), torch.randn(3, 9, 2, 2, 8)
+    without = CrossAttention(causal=True)(q, kv, key_padding_mask=keep)
+    for b, length in enumerate(lengths):
+        one, keys = slice(b, b + 1), kv[b : b + 1, :length]
+        torch.testing.assert_close(got[one], plain_mha(layer, x[one], x_kv[one, :length]))
+        want = plain_attention(q[one], *keys.unbind(2), causal=True)
+        torch.testing.assert_close(without[one], want)
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_padding(causal, dtype, seed):
+    keep = some_keys(2, 9)
+
+    def plain(layer, *inputs):
+        q, k, v = inputs[0].unbind(2) if len(inputs) == 1 else (inputs[0], *inputs[1].unbind(2))
+        return plain_attention(q, k, v, causal=causal, softmax_scale=0.7, keep=keep)
+
+    def call(layer, *inputs):
+        return layer(*inputs, causal=causal, key_padding_mask=keep)
+
+    layer = SelfAttention(softmax_scale=0.7)
+    check_against_plain(layer, plain, (torch.randn(2, 9, 3, 4, 5),), dtype, call)
+    if not causal:
+        inputs = torch.randn(2, 6, 4, 5), torch.randn(2, 9, 2, 2, 5)
+        check_against_plain(CrossAttention(softmax_scale=0.7), plain, inputs, dtype, call)
+
+
+def test_a_call_may_be_causal_or_not(seed):
+    x, layers = torch.randn(2, 5, 32), (mha("plain"), mha("causal"))
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        for causal in (False, True):
+            torch.testing.assert_close(layer(x, causal=causal), layers[causal](x))
+
+
+def test_the_cache_of_a_later_part_of_the_batch(seed):
+    """In memory from `allocate_inference_cache`, which may hold anything, and twice."""
+    layer, x = mha("grouped", layer_idx=3).double(), torch.randn(2, 6, 32).double()
+    memory = layer.allocate_inference_cache(5, 8).fill_(torch.nan)
+    assert (memory.shape, memory.dtype) == ((5, 8, 2, 2, 8), torch.float64)
+    assert layer.allocate_inference_cache(1, 8, torch.float16).dtype == torch.float16
+    lengths = torch.zeros(2, dtype=torch.int32)
+    for lengths_per_sample in (None, lengths):
+        cache = InferenceParams(8, 5, 0, 2, {3: memory}, lengths_per_sample)
+        for _ in range(2):
+            for start, piece in ((0, x[:, :4]), (4, x[:, 4:])):
+                got = layer(piece, inference_params=cache)
+                want = plain_mha(layer, x)[:, start : start + piece.shape[1]]
+                torch.testing.assert_close(got, want)
+                cache.seqlen_offset += piece.shape[1]
+                lengths += piece.shape[1]
+            assert memory[:2].isnan().all()
+            assert memory[4:].isnan().all()
+            cache.reset(8, 5)
+            assert cache.seqlen_offset == 0
+            lengths.zero_()
+
+
+def test_reset_empties_the_cache():
+    lengths = torch.ones(2, dtype=torch.int32)
+    cache = InferenceParams(8, 2, 5, lengths_per_sample=lengths)
+    cache.reset(9, 3)
+    assert cache == InferenceParams(9, 3, lengths_per_sample=lengths)
+    assert not lengths.any()
 
 
 @DTYPES
@@ -300,6 +420,23 @@ BLOCKS = {
     "parallel": lambda **more: ParallelBlock(32, mixer, mlp, **more),
     "tied norm": lambda **more: ParallelBlock(32, mixer, mlp, tied_norm=True, **more),
 }
+STATES = {"postnorm": 1, "parallel": 3, "tied norm": 3}  # tensors that a block takes and returns
+
+
+class Scaled(nn.Module):
+    """In the place of a dropout: multiply by its rate."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return self.p * x
+
+
+def stacked(block, *state):
+    results = block(*state)
+    return torch.stack(results) if isinstance(results, tuple) else results
 
 
 def mixer(dim):
@@ -313,26 +450,113 @@ def mlp(dim):
 @DTYPES
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name, dtype, seed):
-    block = BLOCKS[name]()
+    rates = {"resid_dropout1": 0.5, "resid_dropout2": 0.7}
+    block = BLOCKS[name](dropout_cls=Scaled, **rates)
+    if hasattr(block, "drop_path1"):
+        block.drop_path1, block.drop_path2 = Scaled(0.9), Scaled(1.1)
     for norm in [child for key, child in block.named_children() if key.startswith("norm")]:
         nn.init.normal_(norm.weight)  # else one norm could stand for the other
-    check_against_plain(block, plain_block, (torch.randn(2, 9, 32),), dtype)
+    for count in {1, STATES.get(name, 2)}:  # the first layer has only one input
+        state = tuple(torch.randn(2, 9, 32) for _ in range(count))
+        check_against_plain(block, plain_block, state, dtype, stacked)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_drop_both_branches(name, seed):
-    x = torch.randn(1, 400, 32)
+    state = [torch.randn(1, 400, 32) for _ in range(STATES.get(name, 2))]
     for dropouts in ({"resid_dropout1": 0.5}, {"resid_dropout2": 0.5}):
         block = BLOCKS[name](**dropouts).train()
-        assert not torch.equal(block(x), block(x))
-        assert torch.equal(block.eval()(x), block(x))
+        assert not torch.equal(stacked(block, *state), stacked(block, *state))
+        assert torch.equal(stacked(block.eval(), *state), stacked(block, *state))
+
+
+def test_stochastic_depth_drops_whole_sequences(seed):
+    x, drop = torch.randn(400, 3, 2), StochasticDepth(0.25)
+    out = drop(x)
+    is_kept = out.flatten(1).any(1)
+    torch.testing.assert_close(out[is_kept], x[is_kept] / 0.75)
+    assert 0.6 < is_kept.double().mean() < 0.9
+    assert torch.equal(drop.eval()(x), x)
+    assert not StochasticDepth(1.0)(x).any()
+    with pytest.raises(ValueError, match=r"p: got 1\.5"):
+        StochasticDepth(1.5)
+
+
+def test_the_stream_in_float32(seed):
+    x, residual = torch.randn(2, 5, 32).bfloat16(), torch.randn(2, 5, 32)
+    for block in (
+        Block(32, mixer, mlp, residual_in_fp32=True).bfloat16(),
+        ParallelBlock(32, mixer, mlp, residual_in_fp32=True).bfloat16(),
+    ):
+        last = (residual,) if isinstance(block, Block) else (None, residual)
+        *branches, stream = block(x, *last)
+        assert stream.dtype == torch.float32
+        assert all(branch.dtype == torch.bfloat16 for branch in branches)
+        want = residual + x
+        if isinstance(block, Block):
+            want = want + block.mixer(block.norm1(want.bfloat16()))
+        assert torch.equal(stream, want)
+        assert block(x)[-1].dtype == torch.float32  # the first layer's stream too
+    assert Block(32, mixer, mlp).bfloat16()(x)[1].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="residual_in_fp32: want False with prenorm=False"):
+        Block(32, mixer, mlp, prenorm=False, residual_in_fp32=True)
+
+
+def test_a_block_without_an_mlp(seed):
+    x, residual = torch.randn(2, 2, 5, 32)
+    for prenorm in (True, False):
+        block = Block(32, mixer, nn.Identity, prenorm=prenorm)
+        assert not any(name.startswith(("mlp", "norm2")) for name in block.state_dict())
+        if prenorm:
+            branch, stream = block(x, residual)
+            assert torch.equal(stream, x + residual)
+            torch.testing.assert_close(branch, block.mixer(block.norm1(stream)))
+        else:
+            torch.testing.assert_close(block(x), block.norm1(x + block.mixer(x)))
+
+
+def test_layers_that_return_their_input(seed):
+    """As flash_attn's fused layers do, in a block without prenorm."""
+    x = torch.randn(2, 5, 32)
+    block = Block(32, mixer, mlp, prenorm=False)
+    want = block(x)
+    block.return_residual = block.mixer.return_residual = block.mlp.return_residual = True
+    assert torch.equal(block(x), want)
+    for layer in (block.mixer, block.mlp, GatedMlp(32, return_residual=True)):
+        result, same = layer(x)
+        assert same is x
+        layer.return_residual = False
+        assert torch.equal(layer(x), result)
+
+
+def test_a_subset_of_the_tokens(seed):
+    """The last layer of a vision transformer needs only its first token."""
+    block = Block(32, lambda dim: MHA(dim, 4, cross_attn=True), mlp)
+    x, residual = torch.randn(2, 2, 5, 32)
+    whole = block(x, residual)
+    first = block(x, residual, mixer_subset=slice(0, 1))
+    for got, want in zip(first, whole, strict=True):
+        torch.testing.assert_close(got, want[:, :1])
+    for name, value in (("mixer_subset", slice(0, 1)), ("residual", x)):
+        with pytest.raises(ValueError, match=f"{name}: want None with prenorm=False"):
+            BLOCKS["postnorm"]()(x, **{name: value})
+
+
+def test_marks_for_tensor_parallelism():
+    block = Block(32, mixer, mlp, sequence_parallel=True)
+    assert block.norm1.weight._sequence_parallel
+    assert block.norm2.bias._sequence_parallel
+    assert not hasattr(block.norm1.weight, "_shared_params")
+    block = ParallelBlock(32, mixer, mlp, mark_shared_params=True)
+    assert block.norm2.weight._shared_params
+    assert not hasattr(block.mixer.Wqkv.weight, "_shared_params")
 
 
 def test_blocks_pass_arguments_to_the_mixer(seed):
     block, x = BLOCKS["prenorm"](), torch.randn(20, 32)
-    packed = block(x, {"cu_seqlens": CU_SEQLENS, "max_seqlen": 12})
-    alone = [block(part[None]).squeeze(0) for part in x.split(LENGTHS) if len(part)]
-    torch.testing.assert_close(packed, torch.cat(alone))
+    packed = stacked(block, x, None, None, {"cu_seqlens": CU_SEQLENS, "max_seqlen": 12})
+    alone = [stacked(block, part[None]).squeeze(1) for part in x.split(LENGTHS) if len(part)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1))
 
 
 def test_embeddings(seed):
@@ -343,6 +567,9 @@ def test_embeddings(seed):
     at = torch.tensor([[9, 0, 3, 3, 1, 2]])
     assert torch.equal(layer(ids, at), words[ids] + positions[at])
     assert not words[3].any()
+    narrow = GPT2Embeddings(8, 50, 0, word_embed_proj_dim=4)
+    words = narrow.word_embeddings.weight
+    torch.testing.assert_close(narrow(ids), words[ids] @ narrow.project_in.weight.t())
     without = GPT2Embeddings(8, 50, 0)
     assert torch.equal(without(ids), without.word_embeddings(ids))
     assert list(without.state_dict()) == ["word_embeddings.weight"]
@@ -367,9 +594,14 @@ def test_bad_sizes(arguments, words):
 
 def test_bad_calls():
     x, flat = torch.randn(2, 5, 32), torch.randn(20, 32)
+    packed = {"cu_seqlens": CU_SEQLENS, "max_seqlen": 12}
+    padding = {"key_padding_mask": torch.ones(2, 5, dtype=torch.bool)}
     calls = [
-        (mha(), (x, x), {}, "x_kv: got a tensor, want None"),
-        (mha(cross_attn=True), (x,), {}, "x_kv: got None, want a tensor"),
+        (mha(), (x, x), {}, "x_kv: got a value, want None with cross_attn=False"),
+        (mha(), (x,), {"mixer_subset": 0}, "mixer_subset: got a value, want None with cross_attn"),
+        (mha(dwconv=True), (flat,), packed, "cu_seqlens: got a value, want None with dwconv=True"),
+        (mha(), (flat,), packed | padding, "key_padding_mask: got a value, want None with cu_seq"),
+        (mha(), (x,), {"causal": True, "inference_params": 0}, "causal: got a value, want None"),
         (mha(), (flat,), {"cu_seqlens": CU_SEQLENS}, "cu_seqlens, max_seqlen: pass both"),
         (mha(), (flat,), {}, r"x: expected \(batch, seq, embed_dim\) without cu_seqlens"),
         (mha(), (x,), {"cu_seqlens": CU_SEQLENS, "max_seqlen": 5}, r"x: expected \(total"),
@@ -401,6 +633,10 @@ def test_bad_caches():
             layer(inputs, inference_params=cache, **packed)
     with pytest.raises(ValueError, match="max_batch_size is 2, got 3"):
         layer(torch.randn(3, 5, 32), inference_params=cache)
+    cache.batch_size_offset = 1
+    with pytest.raises(ValueError, match="got 2 sequences from number 1 on"):
+        layer(x, inference_params=cache)
+    cache.batch_size_offset = 0
     layer(x, inference_params=cache)
     cache.seqlen_offset = 5
     with pytest.raises(ValueError, match="5 tokens in the cache and 5 new ones"):

@@ -69,6 +69,7 @@ FLASH_ATTN_2 = Package(
         "flash_attn.models": Contents(),
         "flash_attn.models.gpt": Contents(("models.gpt",)),
         "flash_attn.modules": Contents(),
+        "flash_attn.modules.block": Contents(("modules.block",)),
         "flash_attn.modules.embedding": Contents(("modules.embedding",)),
         "flash_attn.modules.mha": Contents(("modules.alibi", "modules.mha")),
         "flash_attn.modules.mlp": Contents(("modules.mlp",)),

@@ -17,12 +17,10 @@ _NOT_HERE: dict[str, Any] = {
     "lm_head_bias": False,
     "mup_embeddings_multiplier": 1.0,
     "mup_output_multiplier": 1.0,
-    "mup_scale_qk_dot_by_d": False,
     "mup_width_scale": 1.0,
     "norm_head": False,
     "parallel_block_tied_norm": False,
     "prenorm": True,
-    "residual_in_fp32": False,
     "rotary_emb_scale_base": None,
     "word_embed_proj_dim": None,
 }
@@ -66,8 +64,21 @@ def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
         "mlp_bias": _both(config, "mlp_fc1_bias", "mlp_fc2_bias"),
         "parallel_block": getattr(config, "parallel_block", False),
         "window_size": getattr(config, "window_size", (-1, -1)),
+        "softmax_scale": _softmax_scale(config),
+        "residual_in_fp32": getattr(config, "residual_in_fp32", False),
     }
     return fields | _positions(config)
+
+
+def _softmax_scale(config: Any) -> float | None:
+    """The factor on the scores, before it is divided by the number of a layer; None if usual."""
+    head_dim = getattr(config, "head_dim", None) or config.n_embd // config.n_head
+    multiplier = getattr(config, "mup_attn_multiplier", 1.0)
+    if not config.scale_attn_weights:
+        return multiplier
+    if getattr(config, "mup_scale_qk_dot_by_d", False):
+        return multiplier / head_dim
+    return None if multiplier == 1.0 else multiplier * head_dim**-0.5
 
 
 def _both(config: Any, first: str, second: str) -> bool:

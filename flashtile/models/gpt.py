@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import current_layout
 from ..losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from ..modules.attend import Attend, flash_attend
-from ..modules.block import Block, ParallelBlock
+from ..modules.block import Block, ParallelBlock, norm_of
 from ..modules.embedding import GPT2Embeddings
 from ..modules.inference import InferenceParams
 from ..modules.mha import MHA
@@ -26,7 +26,15 @@ from ..modules.mlp import GatedMlp, Mlp
 from . import generation, hugging_face
 from .gpt_config import GPTConfig
 
-__all__ = ["CausalLMOutput", "GPTConfig", "GPTLMHeadModel", "GPTModel"]
+__all__ = [
+    "CausalLMOutput",
+    "GPTConfig",
+    "GPTLMHeadModel",
+    "GPTModel",
+    "create_block",
+    "create_mixer_cls",
+    "create_mlp_cls",
+]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -53,17 +61,22 @@ class GPTModel(nn.Module):
         attend: function that computes self-attention; flashtile by default.
         activation_checkpointing: in training mode, recompute each block in the backward instead of
             keeping its activations. May be changed at any time.
+        process_group: None; tensor parallelism is not supported.
         device, dtype: of the parameters.
+
+    Raises:
+        NotImplementedError: process_group is given.
     """
 
     def __init__(
         self,
         config: Any,
+        process_group: None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         attend: Attend = flash_attend,
         activation_checkpointing: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -75,10 +88,11 @@ class GPTModel(nn.Module):
             config.max_position_embeddings if config.position == "learned" else 0,
             **where,
         )
-        self.drop = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(
-            _block(config, layer_idx, attend, where) for layer_idx in range(config.num_layers)
+            create_block(config, layer_idx, process_group, attend=attend, **where)
+            for layer_idx in range(config.num_layers)
         )
+        self.drop_f = nn.Dropout(config.residual_dropout)
         self.ln_f = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
         self.apply(partial(_initialize, std=config.initializer_range))
         # GPT-2 scales these weights, because each layer adds two branches to the residual stream,
@@ -93,30 +107,49 @@ class GPTModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: InferenceParams | None = None,
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        inference_params: InferenceParams | None = None,
     ) -> Tensor:
         """Features of each token, (batch, seq, hidden_size) or (total, hidden_size).
 
         Arguments are those of `GPTLMHeadModel.forward`.
         """
         _check_tokens(input_ids, cu_seqlens, max_seqlen)
-        positions = self._positions(input_ids, cu_seqlens, max_seqlen, inference_params)
-        x = self.drop(self.embeddings(input_ids, positions))
+        if position_ids is None:
+            position_ids = self._positions(input_ids, cu_seqlens, max_seqlen, inference_params)
+        # The branches that are not yet added, and the residual stream.
+        state: tuple[Tensor, ...] = (self.embeddings(input_ids, position_ids),)
         arguments = {
             "cu_seqlens": cu_seqlens,
             "max_seqlen": max_seqlen,
             "inference_params": inference_params,
         }
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for layer in self.layers:
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
             if recompute:
-                x = checkpoint(current_layout.kept(layer), x, arguments, use_reentrant=False)
+                if not (layer.dropout1.p or layer.dropout2.p):
+                    state = (_sum(state),)  # one tensor to keep instead of two or three
+                apply = partial(current_layout.kept(layer), mixer_kwargs=arguments)
+                state = checkpoint(apply, *state, use_reentrant=False)
             else:
-                x = layer(x, arguments)
-        return self.ln_f(x)
+                state = layer(*state, mixer_kwargs=arguments)
+        *branches, stream = state
+        stream = _sum((*map(self.drop_f, branches), stream))
+        return norm_of(self.ln_f, stream)
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
+    ) -> dict[int, Tensor]:
+        """Each layer's memory, for `InferenceParams.key_value_memory_dict`."""
+        layers: list[Any] = list(self.layers)
+        return {
+            index: layer.allocate_inference_cache(batch_size, max_seqlen, dtype)
+            for index, layer in enumerate(layers)
+        }
 
     def _positions(
         self,
@@ -151,23 +184,28 @@ class GPTLMHeadModel(nn.Module):
     """`GPTModel` and a linear layer from features to the logits of the next token.
 
     Args:
-        config, attend, activation_checkpointing, device, dtype: as in `GPTModel`.
+        config, process_group, device, dtype, attend, activation_checkpointing: as in `GPTModel`.
     """
 
     def __init__(
         self,
         config: Any,
+        process_group: None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         attend: Attend = flash_attend,
         activation_checkpointing: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config = _own_config(config)
         self.transformer = GPTModel(
-            config, attend=attend, activation_checkpointing=activation_checkpointing, **where
+            config,
+            process_group,
+            attend=attend,
+            activation_checkpointing=activation_checkpointing,
+            **where,
         )
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **where)
         _initialize(self.lm_head, config.initializer_range)
@@ -195,13 +233,14 @@ class GPTLMHeadModel(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: InferenceParams | None = None,
+        num_last_tokens: int = 0,
         *,
         targets: Tensor | None = None,
         loss: CrossEntropyLoss | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        inference_params: InferenceParams | None = None,
-        num_last_tokens: int = 0,
     ) -> CausalLMOutput:
         """Logits of the next token, or the loss.
 
@@ -209,6 +248,9 @@ class GPTLMHeadModel(nn.Module):
             input_ids: (batch, seq) integers, or (total,) with cu_seqlens. Padding must be on the
                 right: a token sees all tokens before it. Inside `with layout:` of
                 `flashtile.distributed` this rank's shard; the layout has its positions.
+            position_ids: rows of the table of learned positions, broadcasts to the shape of
+                input_ids; worked out from the other arguments by default. As in flash_attn, they do
+                not affect rotary positions and ALiBi.
             targets: input_ids' shape, int64: the token that follows each token, or the loss's
                 ignore_index. With targets, the logits of all tokens are never in memory at once.
             loss: the loss function; ``CrossEntropyLoss()`` by default.
@@ -226,10 +268,7 @@ class GPTLMHeadModel(nn.Module):
             ValueError: the arguments do not fit together; the message names them.
         """
         hidden = self.transformer(
-            input_ids,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            inference_params=inference_params,
+            input_ids, position_ids, inference_params, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
         if targets is not None:
             if current_layout.get() is not None and (loss is None or loss.reduction == "mean"):
@@ -245,6 +284,12 @@ class GPTLMHeadModel(nn.Module):
                 raise NotImplementedError("num_last_tokens: not supported inside `with layout:`")
             hidden = hidden[..., -num_last_tokens:, :]
         return CausalLMOutput(self.lm_head(hidden), None)
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
+    ) -> dict[int, Tensor]:
+        """`GPTModel.allocate_inference_cache`."""
+        return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype)
 
     def generate(self, input_ids: Tensor, max_length: int, **options: Any) -> Tensor:
         """Continue prompts; see `flashtile.models.generation.generate`."""
@@ -288,18 +333,33 @@ def _own_config(config: Any) -> GPTConfig:
     return config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
 
 
-def _block(
-    config: GPTConfig, layer_idx: int, attend: Attend, where: dict[str, Any]
-) -> Block | ParallelBlock:
-    """Layer `layer_idx` of the model."""
-    mixer = partial(
+def create_mixer_cls(
+    config: Any,
+    layer_idx: int | None = None,
+    process_group: None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    attend: Attend = flash_attend,
+) -> partial[MHA]:
+    """The function that makes a layer's attention from `config.hidden_size`; arguments and errors
+    of `create_block`.
+    """
+    _refuse_group(process_group)
+    config = _own_config(config)
+    scale = config.softmax_scale
+    if config.scale_attn_by_inverse_layer_idx:
+        if layer_idx is None:
+            raise ValueError("layer_idx: needed with scale_attn_by_inverse_layer_idx, got None")
+        scale = (config.head_size**-0.5 if scale is None else scale) / (layer_idx + 1)
+    return partial(
         MHA,
         num_heads=config.num_heads,
         num_heads_kv=config.kv_heads,
         qkv_proj_bias=config.attention_bias,
         out_proj_bias=config.attention_bias,
         dropout=config.attention_dropout,
-        softmax_scale=config.softmax_scale,
+        softmax_scale=scale,
         causal=True,
         layer_idx=layer_idx,
         rotary_emb_dim=config.rotary_dim,
@@ -310,24 +370,76 @@ def _block(
         softcap=config.softcap,
         head_dim=config.head_size,
         attend=attend,
-        **where,
+        device=device,
+        dtype=dtype,
     )
-    mlp = partial(
+
+
+def create_mlp_cls(
+    config: Any,
+    layer_idx: int | None = None,
+    process_group: None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> partial[Mlp] | partial[GatedMlp]:
+    """The function that makes a layer's MLP from `config.hidden_size`; arguments and errors of
+    `create_block`.
+    """
+    _refuse_group(process_group)
+    config = _own_config(config)
+    return partial(
         partial(GatedMlp, multiple_of=1) if config.gated else Mlp,
         hidden_features=config.mlp_size,
         activation=_ACTIVATIONS[config.activation],
         bias1=config.mlp_bias,
         bias2=config.mlp_bias,
-        **where,
+        device=device,
+        dtype=dtype,
     )
-    return (ParallelBlock if config.parallel_block else Block)(
+
+
+def create_block(
+    config: Any,
+    layer_idx: int | None = None,
+    process_group: None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    attend: Attend = flash_attend,
+) -> Block | ParallelBlock:
+    """One layer of a `GPTModel`.
+
+    Args:
+        config, process_group, device, dtype, attend: as in `GPTModel`.
+        layer_idx: index of the layer. The first dropout of layer 0 is that of the embeddings.
+
+    Raises:
+        ValueError: `config` does not fit.
+        NotImplementedError: process_group is given.
+    """
+    config = _own_config(config)
+    block: Any = (ParallelBlock if config.parallel_block else Block)(
         config.hidden_size,
-        mixer,
-        mlp,
-        partial(_NORMS[config.norm], eps=config.norm_eps, **where),
-        resid_dropout1=config.residual_dropout,
+        create_mixer_cls(config, layer_idx, process_group, device, dtype, attend=attend),
+        create_mlp_cls(config, layer_idx, process_group, device, dtype),
+        partial(_NORMS[config.norm], eps=config.norm_eps, device=device, dtype=dtype),
+        resid_dropout1=config.embedding_dropout if layer_idx == 0 else config.residual_dropout,
         resid_dropout2=config.residual_dropout,
+        residual_in_fp32=config.residual_in_fp32,
     )
+    block.layer_idx = layer_idx
+    return block
+
+
+def _refuse_group(process_group: None) -> None:
+    if process_group is not None:
+        raise NotImplementedError("process_group: tensor parallelism is not supported, want None")
+
+
+def _sum(terms: tuple[Tensor, ...]) -> Tensor:
+    """Branches and the stream, which is last, added in the order of `ParallelBlock`."""
+    *branches, stream = terms
+    return reduce(torch.add, branches, stream)
 
 
 def _initialize(module: nn.Module, std: float) -> None:

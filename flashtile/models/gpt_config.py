@@ -42,6 +42,8 @@ class GPTConfig:
             unbounded. Attention is always causal.
         softcap: bound on the attention scores; 0 is off.
         softmax_scale: factor on the attention scores; ``head_dim ** -0.5`` by default.
+        scale_attn_by_inverse_layer_idx: divide it by the number of the layer, counted from 1.
+        residual_in_fp32: keep the residual stream in float32, whatever the dtype of the weights.
         embedding_dropout, residual_dropout, attention_dropout: dropout rates in [0, 1).
         initializer_range: standard deviation of new weights.
 
@@ -71,6 +73,8 @@ class GPTConfig:
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     softmax_scale: float | None = None
+    scale_attn_by_inverse_layer_idx: bool = False
+    residual_in_fp32: bool = False
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -242,8 +246,6 @@ _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
 def _from_gpt2(config: Any) -> dict[str, Any]:
     """Fields of a GPT2Config."""
-    _want(config, "scale_attn_weights", True)
-    _want(config, "scale_attn_by_inverse_layer_idx", False)
     _want(config, "add_cross_attention", False)
     activation = _lookup("activation_function", config, _ACTIVATIONS | _FLASH_ATTN_ACTIVATIONS)
     return added_fields(config, activation, activation in GATED) | {
@@ -251,6 +253,7 @@ def _from_gpt2(config: Any) -> dict[str, Any]:
         "num_layers": config.n_layer,
         "num_heads": config.n_head,
         "norm_eps": config.layer_norm_epsilon,
+        "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         "tie_word_embeddings": config.tie_word_embeddings,
         "embedding_dropout": config.embd_pdrop,
         "residual_dropout": config.resid_pdrop,

@@ -17,7 +17,8 @@ class Attend(Protocol):
 
     Dense: q (batch, seq, heads, head_dim), k and v (batch, seq, kv_heads, head_dim), cu_seqlens and
     max_seqlen None. Packed: q (total, heads, head_dim), k and v (total, kv_heads, head_dim). The
-    options mean what they mean in `flashtile.attention`; the result has the shape of q.
+    options mean what they mean in `flashtile.attention`; the result has the shape of q. A layer
+    that is called with a `key_padding_mask` passes it on as a further keyword.
     """
 
     def __call__(

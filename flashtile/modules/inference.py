@@ -19,6 +19,7 @@ class InferenceParams:
         max_seqlen: capacity of the cache of one sequence, in tokens.
         max_batch_size: largest number of sequences.
         seqlen_offset: number of tokens already in the cache, the same for all sequences.
+        batch_size_offset: index of the first sequence of a call in the cache.
         key_value_memory_dict: layer_idx -> (max_batch_size, max_seqlen, 2, kv_heads, head_dim),
             filled in by the layers.
         lengths_per_sample: (batch,) int32, number of tokens already in the cache of each sequence.
@@ -28,8 +29,15 @@ class InferenceParams:
     max_seqlen: int
     max_batch_size: int
     seqlen_offset: int = 0
+    batch_size_offset: int = 0
     key_value_memory_dict: dict[int, Tensor] = field(default_factory=dict)
     lengths_per_sample: Tensor | None = None
+
+    def reset(self, max_seqlen: int, max_batch_size: int) -> None:
+        """Empty the cache, whose memory stays, and set its capacity."""
+        self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
+        if self.lengths_per_sample is not None:
+            self.lengths_per_sample.zero_()
 
     @property
     def lengths(self) -> int | Tensor:
@@ -46,9 +54,11 @@ class InferenceParams:
             ValueError: `max_batch_size` or `max_seqlen` is too small.
         """
         batch, new, heads, head_dim = k.shape
-        if batch > self.max_batch_size:
+        end = self.batch_size_offset + batch
+        if end > self.max_batch_size:
             raise ValueError(
-                f"inference_params: max_batch_size is {self.max_batch_size}, got {batch} sequences"
+                f"inference_params: max_batch_size is {self.max_batch_size}, got {batch} sequences "
+                f"from number {self.batch_size_offset} on"
             )
         if self.lengths_per_sample is None and self.seqlen_offset + new > self.max_seqlen:
             raise ValueError(
@@ -58,7 +68,7 @@ class InferenceParams:
         if layer_idx not in self.key_value_memory_dict:
             shape = (self.max_batch_size, self.max_seqlen, 2, heads, head_dim)
             self.key_value_memory_dict[layer_idx] = k.new_zeros(shape)
-        memory = self.key_value_memory_dict[layer_idx][:batch]
+        memory = self.key_value_memory_dict[layer_idx][self.batch_size_offset : end]
         return memory[:, :, 0], memory[:, :, 1]
 
     def positions(self, seqlen: int, device: torch.device) -> Tensor:

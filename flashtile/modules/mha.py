@@ -17,11 +17,19 @@ from .inference import InferenceParams
 Packing = dict[str, Any]  # cu_seqlens and max_seqlen of packed sequences, or None and None
 Angles = tuple[Tensor, Tensor, bool]  # cos, sin, interleaved
 
-__all__ = ["MHA", "FlashCrossAttention", "FlashSelfAttention", "flash_attend", "get_alibi_slopes"]
+__all__ = [
+    "MHA",
+    "CrossAttention",
+    "FlashCrossAttention",
+    "FlashSelfAttention",
+    "SelfAttention",
+    "flash_attend",
+    "get_alibi_slopes",
+]
 
 
 class _Options(nn.Module):
-    """The options that the two attention layers without parameters share."""
+    """The options that the attention layers without parameters share."""
 
     alibi_slopes: Tensor | None
 
@@ -94,8 +102,30 @@ class FlashSelfAttention(_Options):
 class FlashCrossAttention(_Options):
     """Attention of queries over other tokens' keys, without its own parameters.
 
-    Its arguments are those of `FlashSelfAttention`.
+    Its arguments are those of `FlashSelfAttention`; as in flash_attn, `alibi_slopes` comes before
+    `window_size`.
     """
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        window_size: WindowSize = (-1, -1),
+        deterministic: bool = False,
+        *,
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__(
+            causal,
+            softmax_scale,
+            attention_dropout,
+            window_size,
+            alibi_slopes,
+            deterministic,
+            softcap=softcap,
+        )
 
     def forward(
         self,
@@ -130,6 +160,67 @@ class FlashCrossAttention(_Options):
         )
 
 
+class SelfAttention(_Options):
+    """`FlashSelfAttention` of dense batches with padding instead of packed sequences.
+
+    Args:
+        causal, softmax_scale: as in `flashtile.attention`.
+        attention_dropout: dropout rate of the attention probabilities in training mode.
+    """
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__(causal, softmax_scale, attention_dropout)
+
+    def forward(
+        self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            qkv: (batch, seq, 3, heads, head_dim).
+            causal: overrides the layer's own setting.
+            key_padding_mask: (batch, seq) bool, True for the keys that take part. A query that sees
+                none of them gets 0.
+
+        Returns:
+            (batch, seq, heads, head_dim).
+        """
+        options = self.options(causal) | _padding(key_padding_mask)
+        return flash_attend(*qkv.unbind(-3), **options)
+
+
+class CrossAttention(SelfAttention):
+    """`FlashCrossAttention` of dense batches with padding; the arguments of `SelfAttention`."""
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: bool | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: (batch, seq_q, heads, head_dim).
+            kv: (batch, seq_k, 2, kv_heads, head_dim).
+            causal: overrides the layer's own setting; the last query sees as many keys as take
+                part, which is right where the padding comes last.
+            key_padding_mask: (batch, seq_k) bool, as in `SelfAttention.forward`.
+
+        Returns:
+            The shape of q.
+        """
+        options = self.options(causal)
+        options |= _padding(key_padding_mask, q.shape[1] if options["causal"] else None)
+        return flash_attend(q, *kv.unbind(-3), **options)
+
+
 class MHA(nn.Module):
     """Multi-head attention: projections, rotary embedding, attention, output projection.
 
@@ -145,14 +236,18 @@ class MHA(nn.Module):
         dropout: dropout rate of the attention probabilities in training mode.
         softmax_scale, causal, window_size, softcap: as in `flashtile.attention`.
         layer_idx: index of the layer in its model; needed with `inference_params`.
+        dwconv: convolve the projections of each feature over the current token and the two before
+            it (`dwconv_qkv`; `dwconv_q` and `dwconv_kv` with fewer key heads or cross-attention).
         rotary_emb_dim: number of features of a head to rotate; 0 for no rotation.
         rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: base, scale_base and
             interleaved of `RotaryEmbedding`.
         use_alibi: penalise distance with the slopes of `alibi_slopes`.
+        return_residual: return (result, x).
+        fused_bias_fc, use_flash_attn, checkpointing: which kernels `flash_attn` takes, and what it
+            keeps for the backward; they change no result here.
+        device, dtype: of the parameters.
         head_dim: ``embed_dim / num_heads`` by default.
         attend: function that computes self-attention; flashtile by default. May be changed later.
-        fused_bias_fc, use_flash_attn: which kernels `flash_attn` takes; they change no result here.
-        device, dtype: of the parameters.
 
     Raises:
         ValueError: the numbers do not fit together; the message names the argument.
@@ -170,22 +265,26 @@ class MHA(nn.Module):
         softmax_scale: float | None = None,
         causal: bool = False,
         layer_idx: int | None = None,
-        *,
+        dwconv: bool = False,
         rotary_emb_dim: int = 0,
         rotary_emb_base: float = 10000.0,
         rotary_emb_scale_base: float | None = None,
         rotary_emb_interleaved: bool = False,
         use_alibi: bool = False,
         window_size: WindowSize = (-1, -1),
+        fused_bias_fc: bool = False,
+        use_flash_attn: bool = False,
+        return_residual: bool = False,
+        checkpointing: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         softcap: float = 0.0,
         head_dim: int | None = None,
         attend: Attend = flash_attend,
-        fused_bias_fc: bool = False,
-        use_flash_attn: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_heads_kv, head_dim)
@@ -195,6 +294,8 @@ class MHA(nn.Module):
         self.softmax_scale = softmax_scale
         self.causal = causal
         self.layer_idx = layer_idx
+        self.dwconv = dwconv
+        self.return_residual = return_residual
         self.use_alibi = use_alibi
         self.window_size = window_size
         self.softcap = softcap
@@ -216,72 +317,134 @@ class MHA(nn.Module):
             self.Wkv = nn.Linear(embed_dim, 2 * kv_dim, qkv_proj_bias, **where)
         else:
             self.Wqkv = nn.Linear(embed_dim, q_dim + 2 * kv_dim, qkv_proj_bias, **where)
+        if dwconv and not self._kv_apart:
+            self.dwconv_qkv = _dwconv(q_dim + 2 * kv_dim, where)
+        elif dwconv:
+            self.dwconv_q, self.dwconv_kv = _dwconv(q_dim, where), _dwconv(2 * kv_dim, where)
         self.out_proj = nn.Linear(q_dim, embed_dim, out_proj_bias, **where)
+
+    @property
+    def _kv_apart(self) -> bool:
+        """Whether keys and values are projected or convolved apart from the queries."""
+        return self.cross_attn or self.num_heads_kv != self.num_heads
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Memory for keys and values, (batch_size, max_seqlen, 2, kv_heads, head_dim), not
+        initialised, for `InferenceParams.key_value_memory_dict`; in the dtype of `out_proj` by
+        default.
+        """
+        shape = (batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim)
+        return self.out_proj.weight.new_empty(shape, dtype=dtype)
 
     def forward(
         self,
         x: Tensor,
         x_kv: Tensor | None = None,
-        *,
+        key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        mixer_subset: Any = None,
+        inference_params: InferenceParams | None = None,
+        *,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
-        inference_params: InferenceParams | None = None,
-    ) -> Tensor:
+        causal: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
             x: (batch, seq, embed_dim), or (total, embed_dim) with cu_seqlens, or inside `with
                 layout:` of packed documents, which takes the place of cu_seqlens.
-            x_kv: the tokens that cross-attention attends to, shaped like x.
+            x_kv: the tokens that cross-attention attends to, shaped like x; x by default.
+            key_padding_mask: (batch, seq) bool, True for the tokens whose keys take part. A query
+                that sees none of them gets 0 before the output projection. With causal
+                cross-attention as in `CrossAttention.forward`.
             cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
                 Positions count from the start of each sequence.
             cu_seqlens_k, max_seqlen_k: the same for x_kv.
+            mixer_subset: index of the tokens of x (batch, seq, embed_dim) that are queries; of
+                cross-attention.
             inference_params: the cache to append to; x attends to all tokens that it then holds.
                 No gradient is recorded.
+            causal: overrides the layer's own setting; not with inference_params.
 
         Returns:
-            The shape of x.
+            The shape of x, of `mixer_subset` if given; with return_residual (result, x).
 
         Raises:
             ValueError: the arguments do not fit together.
             NotImplementedError: cross-attention or a cache inside `with layout:`.
         """
-        if (x_kv is not None) != self.cross_attn:
-            got, wanted = ("None", "a tensor") if self.cross_attn else ("a tensor", "None")
-            raise ValueError(f"x_kv: got {got}, want {wanted} with cross_attn={self.cross_attn}")
-        layout = current_layout.get()
-        if layout is not None and (x_kv is not None or inference_params is not None):
-            name = "inference_params" if x_kv is None else "x_kv"
-            raise NotImplementedError(f"{name}: not supported inside `with layout:`")
-        q, k, v = self._project(x, x_kv)
+        self._check(
+            x_kv=x_kv,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            mixer_subset=mixer_subset,
+            inference_params=inference_params,
+            causal=causal,
+        )
+        q, k, v = self._project(x, x_kv, mixer_subset)
         packing = _packing(q, cu_seqlens, max_seqlen)
         if inference_params is not None:
-            return self.out_proj(self._attend_cached(q, k, v, inference_params).flatten(-2))
-        options = self._options(q) | {"dropout_p": self.dropout if self.training else 0.0}
-        if x_kv is None:
-            q, k = self._rotate(q, k, packing, packing)
-            out = self.attend(q, k, v, **packing, **options)
+            out = self._attend_cached(q, k, v, inference_params)
         else:
-            packing_k = _packing(k, cu_seqlens_k, max_seqlen_k, of_keys="_k")
-            q, k = self._rotate(q, k, packing, packing_k)
-            lengths_k = {f"{name}_k": value for name, value in packing_k.items()}
-            out = flash_attend(q, k, v, **packing, **lengths_k, **options)
-        return self.out_proj(out.flatten(-2))
+            options = self._options(q) | {"dropout_p": self.dropout if self.training else 0.0}
+            if causal is not None:
+                options["causal"] = causal
+            if self.cross_attn:
+                packing_k = _packing(k, cu_seqlens_k, max_seqlen_k, of_keys="_k")
+                q, k = self._rotate(q, k, packing, packing_k)
+                lengths_k = {f"{name}_k": value for name, value in packing_k.items()}
+                options |= _padding(key_padding_mask, q.shape[1] if options["causal"] else None)
+                out = flash_attend(q, k, v, **packing, **lengths_k, **options)
+            else:
+                q, k = self._rotate(q, k, packing, packing)
+                out = self.attend(q, k, v, **packing, **options, **_padding(key_padding_mask))
+        result = self.out_proj(out.flatten(-2))
+        return (result, x) if self.return_residual else result
 
-    def _project(self, x: Tensor, x_kv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _check(self, **given: Any) -> None:
+        """Raise if one of the given arguments of `forward` does not fit the layer or another."""
+        names = {name for name, value in given.items() if value is not None}
+        for name in ("x_kv", "mixer_subset"):
+            if name in names and not self.cross_attn:
+                raise ValueError(f"{name}: got a value, want None with cross_attn=False")
+        for name in ("cu_seqlens", "inference_params"):
+            if name in names and self.dwconv:
+                raise ValueError(f"{name}: got a value, want None with dwconv=True")
+            if name in names and "key_padding_mask" in names:
+                raise ValueError(f"key_padding_mask: got a value, want None with {name}")
+        if "causal" in names and "inference_params" in names:
+            raise ValueError("causal: got a value, want None with inference_params")
+        if current_layout.get() is None:
+            return
+        for name, refused in (
+            ("cross_attn", self.cross_attn),
+            ("dwconv", self.dwconv),
+            ("inference_params", "inference_params" in names),
+        ):
+            if refused:
+                raise NotImplementedError(f"{name}: not supported inside `with layout:`")
+
+    def _project(
+        self, x: Tensor, x_kv: Tensor | None, subset: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q (..., heads, head_dim), k and v (..., kv_heads, head_dim)."""
-        heads = (self.num_heads, self.num_heads_kv, self.num_heads_kv)
-        q_dim, k_dim, v_dim = (count * self.head_dim for count in heads)
-        if x_kv is None:
-            parts = self.Wqkv(x).split((q_dim, k_dim, v_dim), dim=-1)
+        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_heads_kv * self.head_dim
+        if self.cross_attn:
+            q = self.Wq(x if subset is None else x[:, subset])
+            kv = self.Wkv(x if x_kv is None else x_kv)
         else:
-            parts = (self.Wq(x), *self.Wkv(x_kv).split((k_dim, v_dim), dim=-1))
-        q, k, v = (
-            part.unflatten(-1, (count, self.head_dim))
-            for part, count in zip(parts, heads, strict=True)
-        )
+            qkv = self.Wqkv(x)
+            if self.dwconv and not self._kv_apart:
+                qkv = _convolved(self.dwconv_qkv, qkv)
+            q, kv = qkv.split((q_dim, 2 * kv_dim), dim=-1)
+        if self.dwconv and self._kv_apart:
+            q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)
+        k, v = kv.split(kv_dim, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         return q, k, v
 
     def _options(self, q: Tensor) -> dict[str, Any]:
@@ -350,6 +513,33 @@ class MHA(nn.Module):
             q, k_cache, v_cache, k, v, cache_seqlens=cached.lengths, **self._options(q)
         )
         return cast(Tensor, out)
+
+
+def _dwconv(features: int, where: dict[str, Any]) -> nn.Conv1d:
+    """A convolution of each feature by itself over three tokens."""
+    return nn.Conv1d(features, features, kernel_size=3, padding=2, groups=features, **where)
+
+
+def _convolved(conv: nn.Module, x: Tensor) -> Tensor:
+    """x (batch, seq, features), each token with the two before it; the last two results of `conv`
+    are of positions after the sequence."""
+    return conv(x.transpose(1, 2))[..., :-2].transpose(1, 2)
+
+
+def _padding(mask: Tensor | None, causal_queries: int | None = None) -> dict[str, Any]:
+    """Options of `flash_attend` that hide padding keys.
+
+    With `causal_queries`, the number of queries of causal cross-attention, the diagonal ends at
+    the number of keys that take part, not at the number of keys.
+    """
+    if mask is None:
+        return {}
+    if causal_queries is None:
+        return {"key_padding_mask": mask}
+    row = torch.arange(causal_queries, device=mask.device).unsqueeze(-1)
+    column = torch.arange(mask.shape[-1], device=mask.device)
+    last = row + mask.sum(-1).view(-1, 1, 1, 1) - causal_queries  # (batch, 1, seq_q, 1)
+    return {"attn_mask": (column <= last) & mask[:, None, None, :], "causal": False}
 
 
 def _head_dim(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None) -> int:

@@ -20,6 +20,8 @@ class Mlp(nn.Module):
         out_features: number of features of the result; `in_features` by default.
         activation: elementwise function.
         bias1, bias2: whether fc1 and fc2 have a bias.
+        return_residual: return (result, x).
+        device, dtype: of the parameters.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class Mlp(nn.Module):
         activation: Activation = F.gelu,
         bias1: bool = True,
         bias2: bool = True,
-        *,
+        return_residual: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -39,11 +41,13 @@ class Mlp(nn.Module):
         out = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, hidden, bias1, device=device, dtype=dtype)
         self.activation = activation
+        self.return_residual = return_residual
         self.fc2 = nn.Linear(hidden, out, bias2, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) -> (..., out_features)."""
-        return self.fc2(self.activation(self.fc1(x)))
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., in_features) -> (..., out_features); with return_residual (result, x)."""
+        result = self.fc2(self.activation(self.fc1(x)))
+        return (result, x) if self.return_residual else result
 
 
 class GatedMlp(nn.Module):
@@ -60,6 +64,7 @@ class GatedMlp(nn.Module):
         activation: elementwise function of the gate.
         bias1, bias2: whether fc1 and fc2 have a bias.
         multiple_of: hidden_features is rounded up to a multiple of this.
+        return_residual, device, dtype: as in `Mlp`.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class GatedMlp(nn.Module):
         bias1: bool = True,
         bias2: bool = True,
         multiple_of: int = 128,
-        *,
+        return_residual: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,9 +86,11 @@ class GatedMlp(nn.Module):
         out = in_features if out_features is None else out_features
         self.fc1 = nn.Linear(in_features, 2 * hidden, bias1, device=device, dtype=dtype)
         self.activation = activation
+        self.return_residual = return_residual
         self.fc2 = nn.Linear(hidden, out, bias2, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) -> (..., out_features)."""
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., in_features) -> (..., out_features); with return_residual (result, x)."""
         y, gate = self.fc1(x).chunk(2, dim=-1)
-        return self.fc2(y * self.activation(gate))
+        result = self.fc2(y * self.activation(gate))
+        return (result, x) if self.return_residual else result
