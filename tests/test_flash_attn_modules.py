@@ -1,5 +1,5 @@
-"""flash_attn's modules and models: arguments, state dicts and experiments, as its repository has them
-(`flash_attn_modules.json`, which names its source), against what `install()` provides.
+"""flash_attn's modules and models: arguments, state dicts and experiments, as its repository has
+them (`flash_attn_modules.json`, which names its source), against what `install()` provides.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def test_arguments(path):
         return
     text = FACTS["signatures"][path].removeprefix("(").removesuffix(")")
     original = inspect.signature(eval(f"lambda {text}: None", dict(NAMES))).parameters.values()
-    theirs = [(x.name, x.default) for x in original if x.kind != x.VAR_KEYWORD]
+    packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    theirs = [(x.name, x.default) for x in original if x.kind not in packed]
     is_method = not inspect.isclass(ours) and found(path.rpartition(".")[0]) is not None
     skipped = 1 if is_method and not inspect.ismethod(ours) else 0
     parameters = list(inspect.signature(ours).parameters.values())[skipped:]
-    got = [(x.name, x.default) for x in parameters]
+    got = [(x.name, x.default) for x in parameters if x.kind not in packed]
     assert got[: len(theirs)] == theirs
-    assert not any(x.default is x.empty for x in parameters[len(theirs) :] if x.kind <= 3)
+    assert inspect.Parameter.empty not in [default for _, default in got[len(theirs) :]]
 
 
 @pytest.mark.parametrize("case", FACTS["state_dicts"])

@@ -19,6 +19,8 @@ tiny_models = pytest.importorskip("tiny_models")  # imports transformers
 FAMILIES = {
     "gpt2": ("gpt2", {}),
     "gpt2, exact gelu": ("gpt2", {"activation_function": "gelu", "n_inner": 40}),
+    "gpt2, scaled by layers": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, not scaled": ("gpt2", {"scale_attn_weights": False}),
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -106,6 +108,23 @@ def test_a_model_of_ours_becomes_one_of_theirs(name, seed):
     their = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     their.load_state_dict(state)
     torch.testing.assert_close(our(ids).logits, their(ids).logits, **tolerance(name))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_of_a_folder(name, seed, tmp_path):
+    their, ids = theirs(name).float(), tiny_models.tokens()
+    their.save_pretrained(tmp_path)
+    their.config.pad_vocab_size_multiple = 64  # an attribute of flash_attn's
+    our = GPTLMHeadModel.from_pretrained(str(tmp_path), their.config, dtype=torch.float64)
+    logits = our.eval()(ids).logits
+    torch.testing.assert_close(
+        logits[..., : their.config.vocab_size].float(), their(ids).logits, atol=1e-5, rtol=1e-5
+    )
+    if name == "gpt2":
+        assert logits.shape[-1] % 64 == 0
+        assert not logits[..., their.config.vocab_size :].any()
+    with pytest.raises(NotImplementedError, match="world_size, rank: got 2 and 1; tensor"):
+        GPTLMHeadModel.from_pretrained(str(tmp_path), their.config, world_size=2, rank=1)
 
 
 def test_our_copy_is_our_own(seed):

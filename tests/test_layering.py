@@ -101,6 +101,7 @@ REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
     "cli": {"transformers", "triton"},
     "integrations": {"diffusers", "transformers"},
+    "models": {"transformers"},  # from_pretrained
     "backends": {"triton"},
     "ops": {"triton"},
     "gpu": {"triton"},

@@ -27,10 +27,12 @@ from . import generation, hugging_face
 from .gpt_config import GPTConfig
 
 __all__ = [
+    "CausalLMLoss",
     "CausalLMOutput",
     "GPTConfig",
     "GPTLMHeadModel",
     "GPTModel",
+    "GPTPreTrainedModel",
     "create_block",
     "create_mixer_cls",
     "create_mlp_cls",
@@ -47,13 +49,69 @@ _NORMS: dict[str, type[nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": nn
 
 
 class CausalLMOutput(NamedTuple):
-    """The result of a language model: logits without targets, the loss with them."""
+    """The result of a language model without targets, as in flash_attn."""
 
-    logits: Tensor | None
-    loss: Tensor | None
+    logits: Tensor
 
 
-class GPTModel(nn.Module):
+class CausalLMLoss(NamedTuple):
+    """The result of a language model with targets."""
+
+    loss: Tensor
+
+
+class GPTPreTrainedModel(nn.Module):
+    """What the models have in common: a `config`, and `from_pretrained`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = _own_config(config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_name: str,
+        config: Any,
+        *args: Any,
+        strict: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        world_size: int = 1,
+        rank: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a model of Hugging Face with transformers, as a `GPTLMHeadModel`.
+
+        Args:
+            model_name: name or folder of a GPT-2, Llama or Mistral.
+            config: `GPTConfig`, or a config of transformers, perhaps with flash-attn's additional
+                attributes; its vocabulary may be padded.
+            args, kwargs, device, dtype: of the constructor.
+            strict: raise an error for weights that are missing or have no parameter.
+            world_size, rank: 1 and 0; tensor parallelism is not supported.
+
+        Raises:
+            NotImplementedError: world_size or rank.
+            ValueError: the weights do not fit the config.
+        """
+        if (world_size, rank) != (1, 0):
+            raise NotImplementedError(
+                f"world_size, rank: got {world_size} and {rank}; tensor parallelism is not "
+                "supported, want 1 and 0"
+            )
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(model_name)
+        model = cls(config, *args, device=device, dtype=dtype, **kwargs)
+        state = hugging_face.state_dict_from_transformers(theirs.state_dict(), model.config)
+        for name in ("transformer.embeddings.word_embeddings.weight", "lm_head.weight"):
+            padding = model.config.vocab_size - state[name].shape[0]
+            state[name] = F.pad(state[name], (0, 0, 0, padding))
+        model.load_state_dict(state, strict=strict)
+        return model
+
+
+class GPTModel(GPTPreTrainedModel):
     """Embeddings, blocks and a final norm: maps tokens to features.
 
     Args:
@@ -78,9 +136,9 @@ class GPTModel(nn.Module):
         attend: Attend = flash_attend,
         activation_checkpointing: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(config)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.config = config = _own_config(config)
+        config = self.config
         self.activation_checkpointing = activation_checkpointing
         self.embeddings = GPT2Embeddings(
             config.hidden_size,
@@ -180,7 +238,7 @@ class GPTModel(nn.Module):
         return (row - cu_seqlens[document]).clamp(0, longest - 1)
 
 
-class GPTLMHeadModel(nn.Module):
+class GPTLMHeadModel(GPTPreTrainedModel):
     """`GPTModel` and a linear layer from features to the logits of the next token.
 
     Args:
@@ -197,9 +255,9 @@ class GPTLMHeadModel(nn.Module):
         attend: Attend = flash_attend,
         activation_checkpointing: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(config)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.config = config = _own_config(config)
+        config = self.config
         self.transformer = GPTModel(
             config,
             process_group,
@@ -241,7 +299,7 @@ class GPTLMHeadModel(nn.Module):
         loss: CrossEntropyLoss | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutput | CausalLMLoss:
         """Logits of the next token, or the loss.
 
         Args:
@@ -262,7 +320,7 @@ class GPTLMHeadModel(nn.Module):
             num_last_tokens: compute logits only for this many last tokens of each row; 0 for all.
 
         Returns:
-            (logits, None) with logits (..., vocab_size), or with targets (None, loss).
+            Named tuples: (logits,), (..., vocab_size), or with targets (loss,).
 
         Raises:
             ValueError: the arguments do not fit together; the message names them.
@@ -276,14 +334,12 @@ class GPTLMHeadModel(nn.Module):
                     "loss: got the mean over this rank's tokens inside `with layout:`; want "
                     "reduction='sum', divided by the number of targets of all ranks"
                 )
-            return CausalLMOutput(
-                None, linear_cross_entropy(hidden, self.lm_head.weight, targets, loss)
-            )
+            return CausalLMLoss(linear_cross_entropy(hidden, self.lm_head.weight, targets, loss))
         if num_last_tokens > 0:
             if current_layout.get() is not None:
                 raise NotImplementedError("num_last_tokens: not supported inside `with layout:`")
             hidden = hidden[..., -num_last_tokens:, :]
-        return CausalLMOutput(self.lm_head(hidden), None)
+        return CausalLMOutput(self.lm_head(hidden))
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
