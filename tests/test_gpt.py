@@ -222,6 +222,16 @@ def test_every_choice_reaches_the_layers(seed):
         assert layer.mixer.layer_idx == index
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt-neox"])
+def test_the_last_branches_are_dropped_too(name, seed):
+    model = build(name).transformer.train()
+    model.drop_f.p = 1.0
+    last = []
+    model.layers[-1].register_forward_hook(lambda *call: last.extend(call[-1]))
+    got = model(tokens(2, 9))
+    torch.testing.assert_close(got, model.ln_f(last[-1]))
+
+
 def test_a_tiny_model_learns(seed):
     """It repeats a sequence by heart after a few steps."""
     model = GPTLMHeadModel(CONFIGS["llama"])

@@ -518,7 +518,8 @@ def test_a_block_without_an_mlp(seed):
 def test_layers_that_return_their_input(seed):
     """As flash_attn's fused layers do, in a block without prenorm."""
     x = torch.randn(2, 5, 32)
-    block = Block(32, mixer, mlp, prenorm=False)
+    rates = {"resid_dropout1": 0.5, "resid_dropout2": 0.7}
+    block = Block(32, mixer, mlp, prenorm=False, dropout_cls=Scaled, **rates)
     want = block(x)
     block.return_residual = block.mixer.return_residual = block.mlp.return_residual = True
     assert torch.equal(block(x), want)

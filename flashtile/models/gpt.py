@@ -63,7 +63,7 @@ class CausalLMLoss(NamedTuple):
 class GPTPreTrainedModel(nn.Module):
     """What the models have in common: a `config`, and `from_pretrained`."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
         self.config = _own_config(config)
 

@@ -72,10 +72,10 @@ class _Layers(nn.Module):
                 setattr(parameter, mark, True)
 
     def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Tensor:
         """The mixer's; see `MHA.allocate_inference_cache`."""
-        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype)
+        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def _kept(self, stream: Tensor) -> Tensor:
         """The stream in the dtype in which it goes on; float64 stays float64."""
@@ -195,7 +195,7 @@ class Block(_Layers):
         if not has_mlp:
             return branch, stream
         stream = self._drop2(branch) + stream
-        return self.mlp(norm_of(self.norm2, stream)), self._kept(stream)
+        return self.mlp(norm_of(self.norm2, stream)), stream
 
     def _drop1(self, branch: Tensor) -> Tensor:
         return self.drop_path1(self.dropout1(branch))
