@@ -603,6 +603,12 @@ def test_bad_calls():
         (mha(dwconv=True), (flat,), packed, "cu_seqlens: got a value, want None with dwconv=True"),
         (mha(), (flat,), packed | padding, "key_padding_mask: got a value, want None with cu_seq"),
         (mha(), (x,), {"causal": True, "inference_params": 0}, "causal: got a value, want None"),
+        (
+            mha("alibi", cross_attn=True),
+            (x,),
+            padding,
+            "key_padding_mask: .* with ALiBi or a window",
+        ),
         (mha(), (flat,), {"cu_seqlens": CU_SEQLENS}, "cu_seqlens, max_seqlen: pass both"),
         (mha(), (flat,), {}, r"x: expected \(batch, seq, embed_dim\) without cu_seqlens"),
         (mha(), (x,), {"cu_seqlens": CU_SEQLENS, "max_seqlen": 5}, r"x: expected \(total"),

@@ -418,6 +418,13 @@ class MHA(nn.Module):
                 raise ValueError(f"key_padding_mask: got a value, want None with {name}")
         if "causal" in names and "inference_params" in names:
             raise ValueError("causal: got a value, want None with inference_params")
+        causal = self.causal if given["causal"] is None else given["causal"]
+        has_distances = self.use_alibi or tuple(self.window_size) != (-1, -1)
+        if "key_padding_mask" in names and self.cross_attn and causal and has_distances:
+            raise ValueError(
+                "key_padding_mask: got a value, want None in causal cross-attention with ALiBi or "
+                "a window, whose distances a mask does not move"
+            )
         if current_layout.get() is None:
             return
         for name, refused in (
