@@ -368,8 +368,8 @@ HOPPER: list[Planted] = [
     Planted(
         "hopper: pieces of dq swapped",
         "add_at_once",
-        "ME * PIECE",
-        "(1 - ME) * PIECE",
+        "+ ME * (64 * piece_columns(cfg))",
+        "+ (1 - ME) * (64 * piece_columns(cfg))",
         "tests/hopper_kernels/test_backward_emulated.py::test_short_loops_of_groups_and_batches",
     ),
     Planted(

@@ -171,5 +171,6 @@ def test_a_position_of_its_own_for_each_step(ops: Ops) -> None:
     """The kernel is the same whatever the number, which 32 bits may not hold."""
     for position in (*range(5), 2**31 - 1, 2**31, 2**31, 2**31, 5):
         rotated(position)
-    assert all(isinstance(x, (str, relaunch.PreparedCall)) for x in relaunch._prepared.values())
+    kinds = relaunch.LaunchState, relaunch.PreparedCall
+    assert all(isinstance(x, kinds) for x in relaunch._prepared.values())
     assert len(relaunch._compiled) == 2
