@@ -1,7 +1,7 @@
 """``flashtile tune``: measure tile sizes of the Triton backend on this GPU and keep the fastest.
 
 Results go to the user's cache folder (FLASHTILE_CACHE, else ~/.cache/flashtile) as JSON, where
-every later process finds them; a normal call never tunes.
+every later process with a GPU of the same name finds them; a normal call never tunes.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..backends.triton import plan
+from ..backends.triton import plan, tuned
 from ..call.layouts import Dense
 from ..call.prepare import describe
 from ..problem import AttentionProblem
@@ -25,7 +27,9 @@ from .in_processes import default_processes, in_processes, with_progress
 
 HEAD_DIMS = (64, 128, 256)
 TOKENS, HIDDEN = 16384, 2048  # size of the measured call: 32, 16 or 8 heads
-GRID_BLOCKS = (32, 64, 128)
+CALLS = ("16-bit", "bias", "float32", "decoding", "split decoding")
+SPLITS = 4  # of the KV loop in "split decoding"
+DECODED = 16  # sequences in "decoding": programs for the whole GPU without splits
 ROUNDS = 3
 NOISE = 1.01  # ratio by which medians of one tile differ from run to run
 # Kernel of a pass, and the flag of its result.
@@ -37,9 +41,31 @@ MARKS = {
 }
 
 
+class Grid(NamedTuple):
+    """Numbers worth measuring, and of the registers that a thread's scores and sums may take."""
+
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    stages: tuple[int, ...]
+    registers: tuple[int, int]  # of 255
+
+
+# By the kind of call, see `plan.tiles_for`. A bias has no larger tiles; without tensor cores, the
+# compiler takes minutes for larger ones.
+GRIDS = {
+    "16-bit": Grid((32, 64, 128), (32, 64, 128), (2, 3), (24, 224)),
+    "bias": Grid((32, 64), (32, 64), (2, 3), (24, 224)),
+    "bf16x6": Grid((32, 64, 128), (32, 64, 128), (1, 2), (24, 128)),
+    "ieee": Grid((16, 32, 64), (16, 32, 64), (1,), (8, 64)),
+    "decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
+    "split decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
+}
+
+
 class Candidate(NamedTuple):
     """One tile of one pass to measure."""
 
+    kind: str  # one of GRIDS
     head_dim: int
     kernel: str  # one of plan.PASSES
     tile: plan.Tile
@@ -56,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"head dims to tune, in elements (default: {' '.join(map(str, HEAD_DIMS))})",
     )
     parser.add_argument(
+        "--calls",
+        choices=CALLS,
+        nargs="+",
+        default=list(CALLS),
+        help="calls to tune (default: all)",
+    )
+    parser.add_argument(
         "--length",
         type=int,
         default=4096,
@@ -66,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("bfloat16", "float16"),
         default="bfloat16",
-        help="dtype of the measured calls (default: %(default)s)",
+        help="dtype of the measured calls but float32 (default: %(default)s)",
     )
     parser.add_argument(
         "--processes",
@@ -90,22 +123,23 @@ def run(args: argparse.Namespace) -> int:
         return 1
     name = plan.architecture(torch.cuda.get_device_capability())
     dtype = getattr(torch, args.dtype)
-    best: dict[str, dict[str, list[int]]] = {}
-    every = [in_use(name, dim, kernel) for dim in args.head_dims for kernel in plan.passes_of(dim)]
-    compete = {now: list(dict.fromkeys([now, *grid(*now[:2])])) for now in every}
+    best: dict[str, list[int]] = {}
+    every = [x for dim in args.head_dims for call in args.calls for x in in_use(name, dim, call)]
+    compete = {now: list(dict.fromkeys([now, *grid(*now[:3])])) for now in every}
     compile_all([x for candidates in compete.values() for x in candidates], dtype, args)
     for now, candidates in compete.items():
-        head_dim, kernel, tile = now
+        kind, head_dim, kernel, tile = now
+        what = f"{kind}, head dim {head_dim}, {kernel}"
         times = measure(candidates, args.length, dtype)
         if not times:
-            print(f"head dim {head_dim} {kernel}: no candidate fits")
+            print(f"{what}: no candidate fits")
             continue
         if now in times:
-            print(f"head dim {head_dim} {kernel}, so far: {tile}, {times[now]:.3f} ms")
+            print(f"{what}, so far: {tile}, {times[now]:.3f} ms")
         winner = chosen(times, now)
-        best.setdefault(str(head_dim), {})[kernel] = list(winner.tile)
-        print(f"head dim {head_dim} {kernel}: {winner.tile}, {times[winner]:.3f} ms")
-    path = write(best, name, args.output or plan.tuned_folder())
+        best[f"{kind} {plan.column_of(head_dim)} {kernel}"] = list(winner.tile)
+        print(f"{what}: {winner.tile}, {times[winner]:.3f} ms")
+    path = write(best, args.output or tuned.folder())
     print(f"written: {path}")
     return 0
 
@@ -130,10 +164,11 @@ def run_once(candidate: Candidate, length: int, dtype: torch.dtype) -> None:
             launch.run()
 
 
-def in_use(name: str, head_dim: int, kernel: str) -> Candidate:
-    """The tile that a 16-bit call uses now on architecture `name`."""
-    tiles = plan.tiles_for(name, head_dim)
-    return Candidate(head_dim, kernel, tiles[plan.PASSES.index(kernel)])
+def in_use(name: str, head_dim: int, call: str) -> list[Candidate]:
+    """The tile of each pass that one of CALLS uses now on architecture `name`."""
+    kind = plan.exact_precision(name, head_dim) if call == "float32" else call
+    tiles = plan.tiles_for(name, head_dim, kind)
+    return [Candidate(kind, head_dim, *x) for x in zip(plan.PASSES, tiles, strict=False)]
 
 
 def chosen(times: dict[Candidate, float], now: Candidate) -> Candidate:
@@ -143,18 +178,14 @@ def chosen(times: dict[Candidate, float], now: Candidate) -> Candidate:
     return now if is_as_fast else fastest
 
 
-def grid(head_dim: int, kernel: str) -> Iterator[Candidate]:
+def grid(kind: str, head_dim: int, kernel: str) -> Iterator[Candidate]:
     """Tiles worth measuring; those that do not fit the GPU fail to compile and are skipped."""
-    for BLOCK_M in GRID_BLOCKS:
-        for BLOCK_N in GRID_BLOCKS:
-            for warps in (4, 8):
-                for stages in (2, 3):
-                    accumulators = (BLOCK_N if kernel in ("keys", "values") else BLOCK_M) * head_dim
-                    per_thread = (accumulators + BLOCK_M * BLOCK_N) // (32 * warps)
-                    if 24 <= per_thread <= 224:  # of 255 registers
-                        yield Candidate(
-                            head_dim, kernel, plan.Tile(BLOCK_M, BLOCK_N, warps, stages)
-                        )
+    rows, keys, every_stages, (fewest, most) = GRIDS[kind]
+    for tile in map(plan.Tile._make, product(rows, keys, (4, 8), every_stages)):
+        summed = tile.BLOCK_N if kernel in ("keys", "values") else tile.BLOCK_M
+        numbers = summed * head_dim + tile.BLOCK_M * tile.BLOCK_N
+        if fewest <= numbers // (32 * tile.warps) <= most:
+            yield Candidate(kind, head_dim, kernel, tile)
 
 
 def measure(candidates: list[Candidate], length: int, dtype: torch.dtype) -> dict[Candidate, float]:
@@ -201,35 +232,45 @@ def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: b
     """The launches of the candidate's kernel."""
     from ..backends.triton import kernel_launches, launch
 
-    batch, heads = max(1, TOKENS // length), HIDDEN // candidate.head_dim
-    shape = (batch, length, heads, candidate.head_dim)
+    kind, head_dim = candidate.kind, candidate.head_dim
+    if kind in plan.PRODUCTS:
+        dtype = torch.float32
+    batch = DECODED if kind == "decoding" else max(1, TOKENS // length)
+    shape = (batch, length, HIDDEN // head_dim, head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    operands, options = describe((q, k, v), Dense(), {"causal": causal})
+    given: dict[str, Any] = {"causal": causal}
+    if kind == "bias":
+        given["bias"] = torch.randn(1, 1, length, length, device="cuda", dtype=dtype)
+    if kind.endswith("decoding"):
+        q = q[:, :1]
+        given["num_splits"] = 1 if kind == "decoding" else SPLITS
+    operands, options = describe((q, k, v), Dense(), given)
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
-        out, lse = made = launch.forward_buffers(problem, operands)
+        out, lse, *_ = made = launch.forward_buffers(problem, operands)
         launches = kernel_launches.forward_launches(problem, operands, made)
         if candidate.kernel != "forward":
             launch.run(launches, q)
             gradients = launch.backward_buffers(problem, operands, dtype)
-            given = (*operands, out, lse, dout, None)
-            launches = kernel_launches.backward_launches(problem, given, gradients)
+            saved = (*operands, out, lse, dout, None)
+            launches = kernel_launches.backward_launches(problem, saved, gradients)
     name, makes = MARKS[candidate.kernel]
     return [x for x in launches if x.kernel.__name__ == name and x.arguments.get(makes, True)]
 
 
-def write(tiles: dict[str, dict[str, list[int]]], name: str, folder: Path) -> Path:
-    """Add the fastest tiles to the folder's file for this architecture."""
+def write(tiles: dict[str, list[int]], folder: Path) -> Path:
+    """Add the fastest tiles to the folder's file for this GPU."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    known = json.loads(path.read_text())["tiles"] if path.is_file() else {}
-    for head_dim, passes in tiles.items():
-        known.setdefault(head_dim, {}).update(passes)
+    device = torch.cuda.get_device_name()
+    path = folder / (re.sub(r"\W+", "-", device) + ".json")
+    known = tuned.read(path).tiles if path.is_file() else {}
     found = {
-        "device": torch.cuda.get_device_name(),
+        "device": device,
+        "capability": torch.cuda.get_device_capability(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "tiles": known,
+        "tiles": known | tiles,
     }
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    return path
+    whole = path.with_suffix(".new")  # other processes may read the file meanwhile
+    whole.write_text(json.dumps(found, indent=1) + "\n")
+    return whole.replace(path)

@@ -33,6 +33,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def gpus() -> list[tuple[str, tuple[int, int]]]:
+    """(name, compute capability) of the GPUs that this process sees."""
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    named, capability_of = torch.cuda.get_device_name, torch.cuda.get_device_capability
+    return [(named(index), capability_of(index)) for index in indices]
+
+
 class Gpu(NamedTuple):
     """The properties of a GPU that the cost models use."""
 

@@ -6,12 +6,9 @@ Pure Python: nothing here imports Triton, so that `explain` works where Triton i
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +18,7 @@ from ...gpu import hardware
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
+from . import tuned
 
 MAX_HEAD_DIM = 512
 # Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
@@ -274,14 +272,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     table = architecture(problem.capability)
     if table in FOR_DESCRIPTORS and not described:
         table = "pointers"  # smaller tiles, because pointers take registers
+    kind = "bias" if problem.has_bias else "16-bit"
     if problem.dtype == torch.float32:
-        forward, keys, queries, *values = _tiles_of_single(problem)
-    else:
-        forward, keys, queries, *values = tiles_for(table, head_dim)
-    if problem.has_bias and problem.dtype != torch.float32:
-        forward, keys, queries = BIASED.get(table, {}).get(
-            column_of(head_dim), (forward, keys, queries)
-        )
+        table, kind = architecture(problem.capability), precision(problem)
+    forward, keys, queries, *values = tiles_for(table, head_dim, kind)
     if problem.block_tile is not None and problem.dtype != torch.float32:
         forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
             column_of(head_dim), forward
@@ -357,14 +351,28 @@ def short_tile(problem: AttentionProblem) -> Tile:
     return Tile(rows, keys, 8 if size > 64 * 64 and problem.group > 1 else 4, 1)
 
 
-def tiles_for(name: str, head_dim: int) -> tuple[Tile, ...]:
-    """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's."""
+def tiles_for(name: str, head_dim: int, kind: str = "16-bit") -> tuple[Tile, ...]:
+    """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's.
+
+    `kind` is "16-bit", "bias" (in 16 bits), a float32 call's `precision`, or, for the forward of
+    few rows in 16 bits, "decoding" or "split decoding".
+    """
     column = column_of(head_dim)
-    measured = tuned(name).get(str(column), {}) | _forced
-    table = HALF[name][column]
+    if kind in PRODUCTS:
+        tiles = SINGLE_ON_TENSOR_CORES.get((kind, name), {}).get(column, SINGLE[column])
+    elif kind.endswith("decoding"):
+        few = FEW_ROWS_FORWARD[name][column]
+        if kind == "split decoding":
+            few = SPLIT_FORWARD.get(name, {}).get(column, few)
+        tiles = (Tile(FEW_ROWS, *few),)
+    elif kind == "bias":
+        tiles = BIASED.get(name, {}).get(column) or tiles_for(name, head_dim)
+    else:
+        tiles = HALF[name][column]
+    measured = measured_tiles(name)
     return tuple(
-        Tile(*measured[kernel]) if kernel in measured else tile
-        for kernel, tile in zip(PASSES, table, strict=False)
+        _forced.get(kernel) or Tile(*measured.get(f"{kind} {column} {kernel}", tile))
+        for kernel, tile in zip(PASSES, tiles, strict=False)
     )
 
 
@@ -377,20 +385,13 @@ def precision(problem: AttentionProblem) -> str:
         return "ieee"
     if problem.allows_tf32 and problem.capability >= (8, 0):
         return "tf32"
-    columns = SINGLE_ON_TENSOR_CORES.get(("bf16x6", architecture(problem.capability)), {})
-    return "bf16x6" if column_of(max(problem.D, problem.Dv)) in columns else "ieee"
+    return exact_precision(architecture(problem.capability), max(problem.D, problem.Dv))
 
 
-def _tiles_of_single(problem: AttentionProblem) -> tuple[Tile, ...]:
-    """Tiles of `PASSES` in float32."""
-    column = column_of(max(problem.D, problem.Dv))
-    name = precision(problem), architecture(problem.capability)
-    return SINGLE_ON_TENSOR_CORES.get(name, {}).get(column, SINGLE[column])
-
-
-def passes_of(head_dim: int) -> tuple[str, ...]:
-    """The passes of `PASSES` that a head dim has."""
-    return PASSES[: 3 if head_dim <= UNSPLIT_HEAD_DIM else 4]
+def exact_precision(name: str, head_dim: int) -> str:
+    """`precision` where TF32 is not allowed, for a name in `HALF`."""
+    columns = SINGLE_ON_TENSOR_CORES.get(("bf16x6", name), {})
+    return "bf16x6" if column_of(head_dim) in columns else "ieee"
 
 
 @contextmanager
@@ -412,26 +413,12 @@ def column_of(head_dim: int) -> int:
 
 
 @memoised(8)
-def tuned(name: str) -> dict[str, dict[str, Sequence[int]]]:
-    """The tiles that `flashtile tune` found, {head dim: {pass: tile}}; the user's own results
-    override the installed ones.
+def measured_tiles(name: str) -> dict[str, list[int]]:
+    """The tiles that `flashtile tune` found, {kind, head dim and pass: tile}, for a name in `HALF`:
+    of the GPUs here that use it, if all of them have the device name of one file.
     """
-    found: dict[str, dict[str, Sequence[int]]] = {}
-    for folder in (Path(__file__).with_name("configs"), tuned_folder()):
-        path = folder / f"{name}.json"
-        if path.is_file():
-            for head_dim, passes in json.loads(path.read_text())["tiles"].items():
-                found.setdefault(head_dim, {}).update(passes)
-    return found
-
-
-def tuned_folder() -> Path:
-    """The folder that `flashtile tune` writes to: FLASHTILE_CACHE, or the user's cache folder."""
-    chosen = os.environ.get("FLASHTILE_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "flashtile"
+    here = {device for device, known in hardware.gpus() if architecture(known) == name}
+    return next((file.tiles for file in tuned.files() if {file.device} == here), {})
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -481,6 +468,12 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
     if problem.capability not in MEASURED:
         device = device_name(problem)
         lines.append(f"untested: the kernels compile for {device}, but have never run on it")
+    name = architecture(problem.capability)
+    for file in tuned.files():
+        if architecture(file.capability) == name:
+            is_used = file.tiles is measured_tiles(name)
+            state = "used" if is_used else "ignored here, where `flashtile tune` can measure others"
+            lines.append(f"tiles measured on {file.device}, {state}: {file.path}")
     return "\n".join(lines)
 
 
@@ -549,16 +542,14 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
     """A tile with fewer rows if `tile` would be mostly padding; else `tile`."""
     name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
     if problem.dtype != torch.float32 and problem.block_tile is None:
-        few = FEW_ROWS_FORWARD[name][head_dim]
+        (few,) = tiles_for(name, head_dim, "split decoding" if is_split else "decoding")
         if problem.has_float8_keys:
             pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
-            few = pages.get((name, head_dim), FLOAT8_FORWARD[head_dim])
-        elif is_split:
-            few = SPLIT_FORWARD.get(name, {}).get(head_dim, few)
+            few = Tile(FEW_ROWS, *pages.get((name, head_dim), FLOAT8_FORWARD[head_dim]))
         if rows <= FEW_ROWS:
-            return Tile(FEW_ROWS, *few)
+            return few
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
-            return Tile(32, *few)
+            return few._replace(BLOCK_M=32)
     if precision(problem) == "bf16x6" and rows <= FEW_ROWS:
         return Tile(FEW_ROWS, *BF16X6_FEW_ROWS[head_dim])
     for height in (16, 64):
