@@ -134,7 +134,7 @@ def test_explain_says_which_files_are_used(gpus: list[object], tmp_path: Path):
         ("bf16x6", 3, problem((9, 0), 4096, dtype=torch.float32)),
         ("ieee", 3, problem((8, 9), 4096, dtype=torch.float32)),
         ("decoding", 1, problem((9, 0), 1)),
-        ("split decoding", 1, problem((9, 0), 1)),
+        ("split-decoding", 1, problem((9, 0), 1)),
     ],
 )
 def test_each_kind_of_call_uses_its_own_tiles(
@@ -147,14 +147,14 @@ def test_each_kind_of_call_uses_its_own_tiles(
     tune.write(found, tmp_path)
     clear_caches()
     planned = plan.plan(asked, True)
-    first = planned.split if kind == "split decoding" else planned.forward
+    first = planned.split if kind == "split-decoding" else planned.forward
     for kernel in (first, planned.keys, planned.queries)[:passes]:
         size = kernel.config.BLOCK_M, kernel.config.BLOCK_N
         assert (*size, kernel.warps, kernel.stages) == tile
-    others = {"16-bit", "bias", "ieee", "bf16x6", "decoding", "split decoding"} - {kind}
+    others = {"16-bit", "bias", "ieee", "bf16x6", "decoding", "split-decoding"} - {kind}
     tune.write({f"{other} 64 forward": [64, 16, 1, 7] for other in others}, tmp_path)
     clear_caches()
-    assert plan.plan(asked, True).forward.stages == (7 if kind == "split decoding" else tile.stages)
+    assert plan.plan(asked, True).forward.stages == (7 if kind == "split-decoding" else tile.stages)
 
 
 DAMAGED = [

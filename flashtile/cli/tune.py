@@ -19,16 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backends.triton import plan, tuned
+from ..backends.triton import plan
 from ..call.layouts import Dense
 from ..call.prepare import describe
+from ..gpu import tuned
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress
 
 HEAD_DIMS = (64, 128, 256)
 TOKENS, HIDDEN = 16384, 2048  # size of the measured call: 32, 16 or 8 heads
-CALLS = ("16-bit", "bias", "float32", "decoding", "split decoding")
-SPLITS = 4  # of the KV loop in "split decoding"
+CALLS = ("16-bit", "bias", "float32", "decoding", "split-decoding")
+SPLITS = 4  # of the KV loop in "split-decoding"
 DECODED = 16  # sequences in "decoding": programs for the whole GPU without splits
 ROUNDS = 3
 NOISE = 1.01  # ratio by which medians of one tile differ from run to run
@@ -58,7 +59,7 @@ GRIDS = {
     "bf16x6": Grid((32, 64, 128), (32, 64, 128), (1, 2), (24, 128)),
     "ieee": Grid((16, 32, 64), (16, 32, 64), (1,), (8, 64)),
     "decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
-    "split decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
+    "split-decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
 }
 
 
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CALLS,
         nargs="+",
         default=list(CALLS),
-        help="calls to tune (default: all)",
+        help=f"calls to tune (default: {' '.join(CALLS)})",
     )
     parser.add_argument(
         "--length",

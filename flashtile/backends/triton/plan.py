@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...dropout import random_bits
-from ...gpu import hardware
+from ...gpu import hardware, tuned
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
-from . import tuned
 
 MAX_HEAD_DIM = 512
 # Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
@@ -355,14 +354,14 @@ def tiles_for(name: str, head_dim: int, kind: str = "16-bit") -> tuple[Tile, ...
     """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's.
 
     `kind` is "16-bit", "bias" (in 16 bits), a float32 call's `precision`, or, for the forward of
-    few rows in 16 bits, "decoding" or "split decoding".
+    few rows in 16 bits, "decoding" or "split-decoding".
     """
     column = column_of(head_dim)
     if kind in PRODUCTS:
         tiles = SINGLE_ON_TENSOR_CORES.get((kind, name), {}).get(column, SINGLE[column])
     elif kind.endswith("decoding"):
         few = FEW_ROWS_FORWARD[name][column]
-        if kind == "split decoding":
+        if kind == "split-decoding":
             few = SPLIT_FORWARD.get(name, {}).get(column, few)
         tiles = (Tile(FEW_ROWS, *few),)
     elif kind == "bias":
@@ -542,7 +541,7 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
     """A tile with fewer rows if `tile` would be mostly padding; else `tile`."""
     name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
     if problem.dtype != torch.float32 and problem.block_tile is None:
-        (few,) = tiles_for(name, head_dim, "split decoding" if is_split else "decoding")
+        (few,) = tiles_for(name, head_dim, "split-decoding" if is_split else "decoding")
         if problem.has_float8_keys:
             pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
             few = Tile(FEW_ROWS, *pages.get((name, head_dim), FLOAT8_FORWARD[head_dim]))

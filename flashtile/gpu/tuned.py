@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ...lru import memoised
+from ..lru import memoised
 
 
 class Tuned(NamedTuple):

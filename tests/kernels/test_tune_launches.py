@@ -1,0 +1,36 @@
+"""What `flashtile tune` launches for a candidate. Nothing runs, so no GPU is needed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from flashtile.absent_gpu import TARGETS, tensors_stand_for
+from flashtile.backends.triton import launch, plan
+from flashtile.cli import tune
+
+
+@pytest.mark.parametrize("name", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("call", tune.CALLS)
+@pytest.mark.parametrize("head_dim", tune.HEAD_DIMS)
+def test_a_candidate_is_one_launch_of_its_kernel_and_tile(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: str, head_dim: int
+):
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: randn(*shape, dtype=dtype))
+    monkeypatch.setattr(launch, "run", lambda *_: None)
+    monkeypatch.setattr(tensors_stand_for, "gpu", TARGETS[name])
+    monkeypatch.setattr(tune, "TOKENS", 256)
+    monkeypatch.setattr(tune, "HIDDEN", 256)
+    for now in tune.in_use(name, head_dim, call):
+        candidate = next(tune.grid(*now[:3]))
+        describe = partial(tune.launches_of, candidate, 512, torch.bfloat16)
+        for (made,) in map(describe, (False, True)):
+            config = made.arguments["cfg"]
+            assert made.kernel.__name__ == tune.MARKS[now.kernel][0]
+            assert candidate.tile[:2] == (config.BLOCK_M, config.BLOCK_N)
+            assert (call == "split-decoding") == config.IS_SPLIT
+            assert (now.kind if now.kind in plan.PRODUCTS else "ieee") == config.PRECISION
+            assert (call == "bias") == config.HAS_LARGE_SCORES
