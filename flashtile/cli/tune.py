@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.triton import plan
-from ..call.layouts import Dense
+from ..call.layouts import Cached, Dense
 from ..call.prepare import describe
 from ..gpu import tuned
 from ..problem import AttentionProblem
@@ -29,6 +29,7 @@ from .in_processes import default_processes, in_processes, with_progress
 HEAD_DIMS = (64, 128, 256)
 TOKENS, HIDDEN = 16384, 2048  # size of the measured call: 32, 16 or 8 heads
 CALLS = ("16-bit", "bias", "float32", "decoding", "split-decoding")
+PAGE = 16  # tokens of a page
 SPLITS = 4  # of the KV loop in "split-decoding"
 DECODED = 16  # sequences in "decoding": programs for the whole GPU without splits
 ROUNDS = 3
@@ -160,8 +161,8 @@ def compile_all(candidates: list[Candidate], dtype: torch.dtype, args: argparse.
 
 def run_once(candidate: Candidate, length: int, dtype: torch.dtype) -> None:
     """Make the launches of a candidate, which compiles its kernels."""
-    for causal in (False, True):
-        for launch in launches_of(candidate, length, dtype, causal):
+    for is_second in (False, True):
+        for launch in launches_of(candidate, length, dtype, is_second):
             launch.run()
 
 
@@ -190,7 +191,7 @@ def grid(kind: str, head_dim: int, kernel: str) -> Iterator[Candidate]:
 
 
 def measure(candidates: list[Candidate], length: int, dtype: torch.dtype) -> dict[Candidate, float]:
-    """Milliseconds of causal plus full attention, in random order so that no tile benefits from a
+    """Milliseconds of both calls of `launches_of`, in random order so that no tile benefits from a
     cooler GPU.
     """
     samples: dict[Candidate, list[float]] = {}
@@ -219,8 +220,8 @@ def time_candidate(candidate: Candidate, length: int, dtype: torch.dtype) -> flo
     from triton.testing import do_bench
 
     total = 0.0
-    for causal in (False, True):
-        launches = launches_of(candidate, length, dtype, causal)
+    for is_second in (False, True):
+        launches = launches_of(candidate, length, dtype, is_second)
         try:
             # B023: the lambda runs now, with this round's launches.
             total += do_bench(lambda: [x.run() for x in launches], warmup=5, rep=20)  # noqa: B023
@@ -229,23 +230,33 @@ def time_candidate(candidate: Candidate, length: int, dtype: torch.dtype) -> flo
     return total
 
 
-def launches_of(candidate: Candidate, length: int, dtype: torch.dtype, causal: bool) -> list[Any]:
-    """The launches of the candidate's kernel."""
+def launches_of(
+    candidate: Candidate, length: int, dtype: torch.dtype, is_second: bool
+) -> list[Any]:
+    """The launches of the candidate's kernel in one of two calls: full and causal attention, or
+    decoding with contiguous keys and with pages, whose indices need memory for more stages.
+    """
     from ..backends.triton import kernel_launches, launch
 
     kind, head_dim = candidate.kind, candidate.head_dim
     if kind in plan.PRODUCTS:
         dtype = torch.float32
+    length += -length % PAGE
     batch = DECODED if kind == "decoding" else max(1, TOKENS // length)
     shape = (batch, length, HIDDEN // head_dim, head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    given: dict[str, Any] = {"causal": causal}
+    given: dict[str, Any] = {"causal": is_second}
+    layout: Dense | Cached = Dense()
     if kind == "bias":
         given["bias"] = torch.randn(1, 1, length, length, device="cuda", dtype=dtype)
     if kind.endswith("decoding"):
         q = q[:, :1]
         given["num_splits"] = 1 if kind == "decoding" else SPLITS
-    operands, options = describe((q, k, v), Dense(), given)
+        if is_second:
+            pages = torch.arange(batch * length // PAGE, dtype=torch.int32, device="cuda")
+            k, v = (x.view(-1, PAGE, *x.shape[2:]) for x in (k, v))
+            layout = Cached(cache_seqlens=length, page_table=pages.view(batch, -1))
+    operands, options = describe((q, k, v), layout, given)
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
         out, lse, *_ = made = launch.forward_buffers(problem, operands)

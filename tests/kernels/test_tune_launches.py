@@ -19,6 +19,8 @@ def test_a_candidate_is_one_launch_of_its_kernel_and_tile(
     monkeypatch: pytest.MonkeyPatch, name: str, call: str, head_dim: int
 ):
     randn = torch.randn
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda n, dtype, **_: arange(n, dtype=dtype))
     monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: randn(*shape, dtype=dtype))
     monkeypatch.setattr(launch, "run", lambda *_: None)
     monkeypatch.setattr(tensors_stand_for, "gpu", TARGETS[name])
@@ -26,11 +28,13 @@ def test_a_candidate_is_one_launch_of_its_kernel_and_tile(
     monkeypatch.setattr(tune, "HIDDEN", 256)
     for now in tune.in_use(name, head_dim, call):
         candidate = next(tune.grid(*now[:3]))
-        describe = partial(tune.launches_of, candidate, 512, torch.bfloat16)
-        for (made,) in map(describe, (False, True)):
+        describe = partial(tune.launches_of, candidate, 500, torch.bfloat16)
+        for is_second in (False, True):
+            (made,) = describe(is_second)
             config = made.arguments["cfg"]
             assert made.kernel.__name__ == tune.MARKS[now.kernel][0]
             assert candidate.tile[:2] == (config.BLOCK_M, config.BLOCK_N)
             assert (call == "split-decoding") == config.IS_SPLIT
             assert (now.kind if now.kind in plan.PRODUCTS else "ieee") == config.PRECISION
             assert (call == "bias") == config.HAS_LARGE_SCORES
+            assert (config.PAGE_SIZE > 0) == ("decoding" in call and is_second)
