@@ -372,6 +372,13 @@ DISTRIBUTED = [
 
 INTEGRATIONS_AND_MODELS = [
     Planted(
+        "tiles that were measured on another GPU of the architecture are used",
+        "measured_tiles",
+        "if {file.device} == here), {})",
+        "if here), {})",
+        "tests/test_tune.py -k test_a_file_of_another_gpu",
+    ),
+    Planted(
         "a window to the right leaves out a key of the prefix",
         "_spans",
         "positions + right + 1",
