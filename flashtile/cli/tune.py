@@ -42,25 +42,16 @@ MARKS = {
     "values": ("key_gradient_kernel", "HAS_DV"),
 }
 
-
-class Grid(NamedTuple):
-    """Numbers worth measuring, and of the registers that a thread's scores and sums may take."""
-
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-    stages: tuple[int, ...]
-    registers: tuple[int, int]  # of 255
-
-
-# By the kind of call, see `plan.tiles_for`. A bias has no larger tiles; without tensor cores, the
-# compiler takes minutes for larger ones.
+# Rows, keys and stages worth measuring, then the least and most registers (of 255) that a thread's
+# scores and sums take, by the kind of call (`plan.tiles_for`). A bias has no larger tiles; without
+# tensor cores, tiles stay near those of `plan.SINGLE`.
 GRIDS = {
-    "16-bit": Grid((32, 64, 128), (32, 64, 128), (2, 3), (24, 224)),
-    "bias": Grid((32, 64), (32, 64), (2, 3), (24, 224)),
-    "bf16x6": Grid((32, 64, 128), (32, 64, 128), (1, 2), (24, 128)),
-    "ieee": Grid((16, 32, 64), (16, 32, 64), (1,), (8, 64)),
-    "decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
-    "split-decoding": Grid((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), (4, 128)),
+    "16-bit": ((32, 64, 128), (32, 64, 128), (2, 3), 24, 224),
+    "bias": ((32, 64), (32, 64), (2, 3), 24, 224),
+    "bf16x6": ((32, 64, 128), (32, 64, 128), (1, 2), 24, 128),
+    "ieee": ((16, 32, 64), (16, 32, 64), (1,), 8, 64),
+    "decoding": ((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), 4, 128),
+    "split-decoding": ((plan.FEW_ROWS,), (16, 32, 64, 128), (2, 3, 4), 4, 128),
 }
 
 
@@ -182,7 +173,7 @@ def chosen(times: dict[Candidate, float], now: Candidate) -> Candidate:
 
 def grid(kind: str, head_dim: int, kernel: str) -> Iterator[Candidate]:
     """Tiles worth measuring; those that do not fit the GPU fail to compile and are skipped."""
-    rows, keys, every_stages, (fewest, most) = GRIDS[kind]
+    rows, keys, every_stages, fewest, most = GRIDS[kind]
     for tile in map(plan.Tile._make, product(rows, keys, (4, 8), every_stages)):
         summed = tile.BLOCK_N if kernel in ("keys", "values") else tile.BLOCK_M
         numbers = summed * head_dim + tile.BLOCK_M * tile.BLOCK_N
