@@ -178,7 +178,17 @@ def _segment_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     if _runs_native(segment, plan):
-        O, L = _native_forward(problem, operands, segment, plan)
+        O, L = native.forward(
+            segment.queries(operands.q),
+            segment.keys(operands.k),
+            segment.keys(operands.v),
+            plan.compute_dtype,
+            segment.mask,
+            problem.options.softmax_scale,
+            None if operands.bias is None else segment.per_score(operands.bias),
+            None if operands.sink is None else operands.sink[segment.heads],
+            plan.BLOCK_M,
+        )
         # Pieces of keys are merged by their L, which may have lost the sizes of the parts.
         is_whole = native.single_piece(segment.mask, plan.BLOCK_M) is not None
         if is_whole or operands.bias is None or not tiles.is_large(L).any():
@@ -206,22 +216,6 @@ def _segment_backward(
     if _runs_native(segment, plan):
         return _native_backward(problem, operands, segment, plan, out, lse, dout, sums.dsink)
     return _plain_backward(problem, operands, segment, plan, results, sums)
-
-
-def _native_forward(
-    problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    return native.forward(
-        segment.queries(operands.q),
-        segment.keys(operands.k),
-        segment.keys(operands.v),
-        plan.compute_dtype,
-        segment.mask,
-        problem.options.softmax_scale,
-        None if operands.bias is None else segment.per_score(operands.bias),
-        None if operands.sink is None else operands.sink[segment.heads],
-        plan.BLOCK_M,
-    )
 
 
 def _native_backward(

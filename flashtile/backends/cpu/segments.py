@@ -64,11 +64,10 @@ class SpanRows(NamedTuple):
     @classmethod
     def of(
         cls, operands: Operands, batch: slice, heads: slice, rows: slice, is_packed: bool
-    ) -> SpanRows | None:
-        """The spans of some sequences, query heads and query rows of a call; None without them."""
+    ) -> SpanRows:
+        """The spans of some sequences, query heads and query rows of a call with spans."""
         starts, stops = operands.span_starts, operands.span_stops
-        if starts is None or stops is None:
-            return None
+        assert starts is not None and stops is not None
         index = (
             slice(None) if is_packed or starts.shape[0] == 1 else batch,
             slice(None) if starts.shape[1] == 1 else heads,
@@ -299,7 +298,7 @@ def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]
 @memoised(1024)
 def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
     """A few batch rows each. They hold no tensor, so equal calls share them."""
-    step = _batch_step(problem)
+    step = max(1, MAX_BATCH_HEADS // problem.Hq)
     heads, kv_heads = slice(0, problem.Hq), slice(0, problem.Hk)
     batches = (slice(b, min(b + step, problem.B)) for b in range(0, problem.B, step))
     return tuple(
@@ -310,27 +309,27 @@ def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
     )
 
 
-def _batch_step(problem: AttentionProblem) -> int:
-    """Batch rows of a segment."""
-    return max(1, MAX_BATCH_HEADS // problem.Hq)
-
-
 def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
-    layouts = _Layouts.of(operands)
     sequences = _ragged_sequences(problem, operands)
+    step = max(1, MAX_BATCH_HEADS // problem.Hq)
     elsewhere = (operands.page_table, operands.cache_batch_idx, operands.tile_kinds)
     is_shared = operands.span_starts is None or operands.span_starts.shape[0] == 1
     if all(x is None for x in elsewhere):
         if problem.layout == "dense" and is_shared:
-            sequences = _with_equal_lengths(sequences, _batch_step(problem))
+            sequences = _with_equal_lengths(sequences, step)
         # Parts of longer sequences have positions and indices of their own.
         is_whole = operands.q_runs is None and operands.sequences is None
         if problem.layout == "packed" and problem.spans == 0 and is_whole:
-            sequences = _adjacent_of_equal_lengths(sequences, _batch_step(problem))
+            sequences = _adjacent_of_equal_lengths(sequences, step)
+    layouts = None if operands.tile_kinds is None else _Layouts.of(operands)
+    all_heads = slice(0, problem.Hq), slice(0, problem.Hk), None
     for sequence in sequences:
-        for heads, kv_heads, layout in _head_groups(problem, layouts, sequence.batch.start):
-            where = sequence.batch, heads, sequence.query_rows
-            spans = SpanRows.of(operands, *where, is_packed=problem.layout != "dense")
+        b = sequence.batch.start
+        for heads, kv_heads, layout in layouts.of_heads(problem, b) if layouts else [all_heads]:
+            spans = None
+            if operands.span_starts is not None:
+                where = sequence.batch, heads, sequence.query_rows
+                spans = SpanRows.of(operands, *where, is_packed=problem.layout != "dense")
             yield sequence.segment(problem, heads, kv_heads, layout, spans)
 
 
@@ -420,8 +419,15 @@ def _ragged_sequences(problem: AttentionProblem, operands: Operands) -> Iterator
     total_q, total_k = operands.q.shape[0], operands.k.shape[0]
     q_bounds = _bounds(operands.cu_seqlens_q, total_q, problem.B, problem.M)
     k_bounds = _bounds(operands.cu_seqlens_k, total_k, problem.B, problem.N)
-    used_q, used_k = _values(operands.seqused_q), _values(operands.seqused_k)
-    leftpad, cache_rows = _values(operands.leftpad_k), _values(operands.cache_batch_idx)
+    used_q, used_k, leftpad, cache_rows = (
+        None if x is None else x.tolist()
+        for x in (
+            operands.seqused_q,
+            operands.seqused_k,
+            operands.leftpad_k,
+            operands.cache_batch_idx,
+        )
+    )
     for b in range(problem.B):
         q_start, M = q_bounds[b]
         k_start, N = k_bounds[b]
@@ -462,10 +468,6 @@ def _positions(runs: Tensor, rows: int) -> Positions:
     return Positions(tuple(Run(row, position, end - row) for (row, position), end in pairs))
 
 
-def _values(x: Tensor | None) -> list[int] | None:
-    return None if x is None else x.tolist()
-
-
 def _clamp(x: int, limit: int) -> int:
     return max(0, min(x, limit))
 
@@ -478,14 +480,11 @@ class _Layouts(NamedTuple):
     partial_tiles: Tensor
 
     @classmethod
-    def of(cls, operands: Operands) -> _Layouts | None:
-        """The block mask of a call; None without one."""
-        if operands.tile_kinds is None:
-            return None
-        assert operands.partial_index is not None and operands.partial_tiles is not None
-        return cls(
-            operands.tile_kinds.tolist(), operands.partial_index.tolist(), operands.partial_tiles
-        )
+    def of(cls, operands: Operands) -> _Layouts:
+        """The block mask of a call with one."""
+        kinds, index, tiles = operands.tile_kinds, operands.partial_index, operands.partial_tiles
+        assert kinds is not None and index is not None and tiles is not None
+        return cls(kinds.tolist(), index.tolist(), tiles)
 
     def at(self, b: int, h: int) -> BlockLayout:
         """The layout of one (batch, head)."""
@@ -493,20 +492,18 @@ class _Layouts(NamedTuple):
         head = h if len(self.kinds[0]) > 1 else 0
         return BlockLayout(self.kinds[row][head], self.partial_index[row][head], self.partial_tiles)
 
-
-def _head_groups(
-    problem: AttentionProblem, layouts: _Layouts | None, b: int
-) -> Iterator[tuple[slice, slice, BlockLayout | None]]:
-    """Query heads, key heads and layout of each segment: all heads in one segment unless their
-    layouts differ.
-    """
-    if layouts is None or len(layouts.kinds[0]) == 1:
-        layout = None if layouts is None else layouts.at(b, 0)
-        yield slice(0, problem.Hq), slice(0, problem.Hk), layout
-        return
-    for h in range(problem.Hq):
-        kv = h // problem.group
-        yield slice(h, h + 1), slice(kv, kv + 1), layouts.at(b, h)
+    def of_heads(
+        self, problem: AttentionProblem, b: int
+    ) -> Iterator[tuple[slice, slice, BlockLayout]]:
+        """Query heads, key heads and layout of each segment of a sequence: all heads in one segment
+        unless their layouts differ.
+        """
+        if len(self.kinds[0]) == 1:
+            yield slice(0, problem.Hq), slice(0, problem.Hk), self.at(b, 0)
+            return
+        for h in range(problem.Hq):
+            kv = h // problem.group
+            yield slice(h, h + 1), slice(kv, kv + 1), self.at(b, h)
 
 
 class Indices(NamedTuple):
