@@ -24,7 +24,8 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     """(out, lse) of a cached call."""
     problem, operands, layout = call.problem, call.operands, call.layout
     assert isinstance(layout, Cached)
-    if layout.k_new is not None and operands.seqused_k is not None:
+    has_new_tokens = layout.k_new is not None
+    if problem.options.score_mod and has_new_tokens and operands.seqused_k is not None:
         check_indices(problem, operands._replace(seqused_k=operands.seqused_k + layout.added))
     if call.forward is not None and not autograd.is_call_observed():
         return _attend(call.forward, operands, layout)
@@ -36,7 +37,12 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     operands, qv = rotate_and_append(call), call.given.get("qv")
     if qv is not None:
         operands = with_folded_qv(operands, qv)
-    return _attend_appended(problem, operands)
+    if problem.layout != "packed":
+        return autograd.attend(problem, operands)
+    out, lse = autograd.attend(problem, _as_packed(operands, problem))
+    if operands.cu_seqlens_q is not None:
+        return out, lse
+    return as_batch(out, lse, problem.B, problem.M)
 
 
 def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tuple[Tensor, Tensor]:
@@ -51,16 +57,6 @@ def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tup
     made = forward.run((*operands, layout.k_new, layout.v_new, cos, sin, base))
     op.record_write(operands.k, operands.v)
     return made[0], made[1]
-
-
-def _attend_appended(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a cached call after the append, in the layout of the given queries."""
-    if problem.layout != "packed":
-        return autograd.attend(problem, operands)
-    out, lse = autograd.attend(problem, _as_packed(operands, problem))
-    if operands.cu_seqlens_q is not None:
-        return out, lse
-    return as_batch(out, lse, problem.B, problem.M)
 
 
 def _as_packed(operands: Operands, problem: AttentionProblem) -> Operands:

@@ -444,7 +444,9 @@ def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
     length_on_host(k_cache, layout)
     if layout.k_new is not None:
         _new_tokens(q, k_cache, v_cache, layout, batch)
-    _rotary(q, layout, batch)
+    flag("rotary_interleaved", layout.rotary_interleaved)
+    if layout.rotary_cos is not None or layout.rotary_sin is not None:
+        _rotary(q, layout, batch)
 
 
 def length_on_host(k_cache: Tensor, layout: Cached) -> None:
@@ -493,10 +495,7 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
 
 def _rotary(q: Tensor, layout: Cached, batch: int) -> None:
     """Check that the rotary tables fit the queries, and that there are new tokens to rotate."""
-    flag("rotary_interleaved", layout.rotary_interleaved)
     cos, sin = layout.rotary_cos, layout.rotary_sin
-    if cos is None and sin is None:
-        return
     if layout.k_new is None:
         raise ValueError(
             "rotary_cos: got a table without new tokens to rotate, want k and v, the new keys and "
@@ -1013,8 +1012,10 @@ def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
             f"most {capacity}, the capacity of the cache"
         )
     if layout.k_new is not None:
-        _distinct_slots(before, new, operands)
-        _distinct_caches(operands, layout)
+        if operands.page_table is not None or operands.cache_batch_idx is not None:
+            _distinct_slots(before, new, operands)
+        if k_cache.data_ptr() == operands.v.data_ptr():
+            _shared_memory(operands, layout)
     if layout.rotary_cos is not None and before:
         _positions(lengths, layout, layout.rotary_cos, _rotated_queries(operands, options))
 
@@ -1022,8 +1023,6 @@ def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
 def _distinct_slots(before: list[int], added: list[int], operands: Operands) -> None:
     """Check that no two new tokens go to one slot of the cache."""
     table, rows = operands.page_table, operands.cache_batch_idx
-    if table is None and rows is None:
-        return
     counts = torch.tensor(added, dtype=torch.int64)
     sequence = torch.arange(len(before)).repeat_interleave(counts)
     index = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
@@ -1045,10 +1044,10 @@ def _distinct_slots(before: list[int], added: list[int], operands: Operands) -> 
         )
 
 
-def _distinct_caches(operands: Operands, layout: Cached) -> None:
-    """Check that new keys and new values do not go to the same memory, unless both are the same."""
+def _shared_memory(operands: Operands, layout: Cached) -> None:
+    """Check that new keys and new values, which go to the same memory, are the same."""
     k_cache, v_cache, k, v = operands.k, operands.v, layout.k_new, layout.v_new
-    if k_cache.data_ptr() != v_cache.data_ptr() or k is None or v is None or not k.numel():
+    if k is None or v is None or not k.numel():
         return
     columns = min(k.shape[-1], v.shape[-1])
     same = torch.equal(k[..., :columns], v[..., :columns])

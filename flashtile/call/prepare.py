@@ -195,15 +195,17 @@ def with_dropout_seed(
     Raises:
         IndexError: as `check_indices`, before anything is drawn.
     """
-    check_indices(problem, operands)
+    if problem.options.score_mod:
+        check_indices(problem, operands)
     return operands._replace(rng_state=draw_rng_state(operands.q.device, generator))
 
 
 def check_indices(problem: AttentionProblem, operands: Operands) -> None:
-    """Raise IndexError if the score function reads outside of a captured tensor and the backend
-    refuses that. Every call refuses it; one that appends or draws numbers has to do so before.
+    """Raise IndexError if the score function of a call reads outside of a captured tensor and the
+    backend refuses that. Every call refuses it; one that appends or draws numbers has to do so
+    before.
     """
-    if not problem.options.score_mod or not checks.checking_values(operands):
+    if not checks.checking_values(operands):
         return
     checker = dispatch.index_checker(problem.options.backend)
     if checker is not None:

@@ -53,7 +53,6 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@without_autocast
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
