@@ -387,9 +387,13 @@ def plan_key(kind: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
 
 
 def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
-    """Whether `call_kind` says everything about a call besides the contents of q, k and v: no other
-    tensors take part, and autocast does not change their dtypes."""
-    return are_numbers(options) and not is_autocasting(qkv[0])
+    """Whether `call_kind` says everything about a call besides the contents of q, k and v: the
+    options have neither tensors nor masks nor functions, and autocast does not change dtypes."""
+    parts = (x if type(x) is tuple else (x,) for x in options.values())
+    are_numbers = all(
+        x is None or type(x) in (int, float, bool, str) for part in parts for x in part
+    )
+    return are_numbers and not is_autocasting(qkv[0])
 
 
 def kind(name: str, x: Any) -> Any:
@@ -412,9 +416,3 @@ def needs_gradients(qkv: Qkv) -> bool:
     """Whether a backward may follow for some of the tensors: on all ranks or on none."""
     q, k, v = qkv
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-def are_numbers(options: Mapping[str, Any]) -> bool:
-    """Whether the options have neither tensors nor masks nor functions."""
-    parts = (x if type(x) is tuple else (x,) for x in options.values())
-    return all(x is None or type(x) in (int, float, bool, str) for part in parts for x in part)

@@ -44,10 +44,6 @@ class KVRows(NamedTuple):
     k: Tensor  # (rows, words)
     v: Tensor
 
-    def pieces(self, spans: Sequence[Span]) -> tuple[list[Tensor], list[Tensor]]:
-        """Some of the rows."""
-        return [self.k[a:b] for a, b in spans], [self.v[a:b] for a, b in spans]
-
 
 class PackedKV(NamedTuple):
     """The keys and values (rows, heads, head_dim) that `rows` holds."""
@@ -94,7 +90,8 @@ class PackedKV(NamedTuple):
 
     def message(self, spans: Sequence[Span]) -> Tensor:
         """Some of the rows, as numbers: those of the keys, and then those of the values."""
-        return self._joined(*self.rows.pieces(spans)).view(self.dtype)
+        k, v = ([x[start:stop] for start, stop in spans] for x in self.rows)
+        return self._joined(k, v).view(self.dtype)
 
     def buffer(self, sources: Sequence[KVRows], order: Sequence[Rows]) -> KVRows:
         """Rows of several sources, one after the other: new memory, or a view where they lie in
@@ -148,20 +145,45 @@ class SequenceTensors(NamedTuple):
     sequences: Tensor | None
 
 
+@memoised(256)
 def sequence_tensors(
     queries: tuple[Positions, ...],
     keys: tuple[Positions, ...],
     with_positions: bool,
     numbers: tuple[tuple[int, int], ...] | None,
     device: torch.device,
+    stream: int,
 ) -> SequenceTensors:
     """The tensors of a call with these rows in its sequences.
 
     Args:
         with_positions: whether the backend needs to know where the rows stand.
         numbers: `Operands.sequences`; None if nothing counts by them.
+        stream: `stream_of` the device.
     """
-    return _made(queries, keys, with_positions, numbers, device, stream_of(device))
+
+    def int32(values: Sequence[object], *shape: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device).view(shape)
+
+    with torch.inference_mode(False):  # later calls may need gradients
+        q_runs = k_runs = None
+        if with_positions:
+            most = max((len(positions.runs) for positions in (*queries, *keys)), default=0)
+            width = max(2, 1 << (most - 1).bit_length())  # so that GPUs need few kernels
+            q_runs, k_runs = (int32(_runs(x, width), -1, width, 2) for x in (queries, keys))
+        return SequenceTensors(
+            int32(starts(queries), -1),
+            int32(starts(keys), -1),
+            q_runs,
+            k_runs,
+            None if numbers is None else int32(numbers, -1, 2),
+        )
+
+
+def _runs(sequences: Sequence[Positions], width: int) -> list[list[tuple[int, int]]]:
+    """`Operands.q_runs` as lists."""
+    used = [[(run.row, run.position) for run in positions.runs] for positions in sequences]
+    return [runs + [(NO_RUN, 0)] * (width - len(runs)) for runs in used]
 
 
 def indices(numbers: tuple[int, ...], device: torch.device) -> Tensor:
@@ -183,44 +205,6 @@ def stream_of(device: torch.device) -> int:
 def _indices(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-
-@memoised(256)
-def _made(
-    queries: tuple[Positions, ...],
-    keys: tuple[Positions, ...],
-    with_positions: bool,
-    numbers: tuple[tuple[int, int], ...] | None,
-    device: torch.device,
-    stream: int,
-) -> SequenceTensors:
-    def int32(values: Sequence[object], *shape: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device).view(shape)
-
-    with torch.inference_mode(False):  # later calls may need gradients
-        q_runs = k_runs = None
-        if with_positions:
-            width = _width(queries, keys)
-            q_runs, k_runs = (int32(_runs(x, width), -1, width, 2) for x in (queries, keys))
-        return SequenceTensors(
-            int32(starts(queries), -1),
-            int32(starts(keys), -1),
-            q_runs,
-            k_runs,
-            None if numbers is None else int32(numbers, -1, 2),
-        )
-
-
-def _width(*sides: Sequence[Positions]) -> int:
-    """The number of runs of every sequence: a power of two, so that GPUs need few kernels."""
-    most = max((len(positions.runs) for side in sides for positions in side), default=0)
-    return max(2, 1 << (most - 1).bit_length())
-
-
-def _runs(sequences: Sequence[Positions], width: int) -> list[list[tuple[int, int]]]:
-    """`Operands.q_runs` as lists."""
-    used = [[(run.row, run.position) for run in positions.runs] for positions in sequences]
-    return [runs + [(NO_RUN, 0)] * (width - len(runs)) for runs in used]
 
 
 Index = tuple[slice, slice, slice, slice]

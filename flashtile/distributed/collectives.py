@@ -164,7 +164,8 @@ class ProcessWire:
             for peer, x in sorted(tensors.items()):
                 if x.numel():
                     there = self.global_ranks[peer]
-                    operations.append(dist.P2POp(function, _as_bytes(x), there, self.group))
+                    sent = x.view(-1).view(torch.uint8)  # which every backend can send
+                    operations.append(dist.P2POp(function, sent, there, self.group))
                     ways.append(f"{way} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
             return DONE
@@ -216,11 +217,6 @@ class ProcessWire:
 
 def _flat(x: Tensor) -> Tensor:
     return x if x.dim() == 1 else x.view(-1)
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """A view that every backend can send, whatever the dtype."""
-    return x.view(-1).view(torch.uint8)
 
 
 def exchange(

@@ -90,21 +90,14 @@ class VerifiedCalls:
 
 def all_gather_objects(wire: Wire, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of all ranks, on all ranks; each fits into `RECORD_BYTES` as JSON."""
-    return [_read(x.numpy().tobytes()) for x in wire.all_gather(_written(record))]
+    text = json.dumps(record)
+    if len(text) > RECORD_BYTES and "error" in record:
+        text = json.dumps({**record, "error": record["error"][: RECORD_BYTES // 4]})
+    written = torch.frombuffer(bytearray(text.encode().ljust(RECORD_BYTES)), dtype=torch.uint8)
+    return [json.loads(x.numpy().tobytes()) for x in wire.all_gather(written)]
 
 
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     return f"ranks {', '.join(map(str, ranks))} have"
-
-
-def _written(record: Mapping[str, Any]) -> torch.Tensor:
-    text = json.dumps(record)
-    if len(text) > RECORD_BYTES and "error" in record:
-        text = json.dumps({**record, "error": record["error"][: RECORD_BYTES // 4]})
-    return torch.frombuffer(bytearray(text.encode().ljust(RECORD_BYTES)), dtype=torch.uint8)
-
-
-def _read(record: bytes) -> dict[str, Any]:
-    return dict(json.loads(record))

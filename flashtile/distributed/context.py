@@ -469,8 +469,10 @@ class ContextParallel(Decoder):
         Args:
             operands: None for a call that has nothing but q, k and v.
         """
+        if plan.options.dropout_p > 0 and rng_state is None:
+            rng_state = self._rng_state(qkv[0].device)
         if operands is None and plan.tokens is not None and precomputed is None:
-            operands = self._with_rng_state(plan, Operands(*layout.flat(*qkv)), rng_state)
+            operands = Operands(*layout.flat(*qkv), rng_state=rng_state)
             return layout.flat_results(*attend(plan, operands), plan.wants_lse)
         if operands is None:
             operands, plan = Operands(*layout.packed(*qkv)), plan._replace(tokens=None)
@@ -478,25 +480,23 @@ class ContextParallel(Decoder):
         if slopes is not None and slopes.dim() == 2:
             rows = indices(plan.schedule.documents, slopes.device)
             operands = operands._replace(alibi_slopes=slopes.index_select(0, rows))
-        operands, used = self._with_rng_state(plan, operands, rng_state), plan.used
+        if rng_state is not None:
+            operands = operands._replace(rng_state=rng_state)
+        used = plan.used
         if precomputed is not None:
             precomputed = used.of_used(*layout.results_without_padding(*precomputed))
         out, lse = attend(plan, operands, precomputed)
         out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
         return layout.with_padding(out, lse)
 
-    def _with_rng_state(self, plan: Plan, operands: Operands, given: Tensor | None) -> Operands:
-        """The operands with the seed and offset of dropout, if the call has it."""
-        if plan.options.dropout_p <= 0:
-            return operands
-        if given is None and self.generator is not None and is_recomputing():
+    def _rng_state(self, device: torch.device) -> Tensor:
+        """A new seed and offset of dropout."""
+        if self.generator is not None and is_recomputing():
             raise NotImplementedError(
                 "generator: got a torch.Generator in an activation checkpoint, which does not "
                 "restore its state; want None, for PyTorch's own"
             )
-        if given is None:
-            given = draw_rng_state(operands.q.device, self.generator)
-        return operands._replace(rng_state=given)
+        return draw_rng_state(device, self.generator)
 
 
 def of_mesh(mesh: DeviceMesh, ulysses: Number) -> tuple[dist.ProcessGroup, Number]:

@@ -11,7 +11,7 @@ them, which add them in float32, in the order of stages and ranks, so that resul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,23 +50,23 @@ from .schedule import Stage, Step
 from .strategy import Strategy
 
 
-def forward(
-    plan: Plan, operands: Operands, wants_grad: bool, padding: int = 0
-) -> tuple[Tensor, Tensor]:
+def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's own queries.
 
     Args:
-        padding: how many rows of zeros follow those of out.
         wants_grad: whether `backward` will follow, which the backend must support, too.
-        operands: the rank's own tokens, packed: q (tokens, heads, head_dim), k and v; with `qv`, q
-            also has its columns, and each call gets keys and values side by side; `bias` has
-            all keys of the document in its last dimension; `alibi_slopes` has one row for all
-            sequences, or one for each sequence of the schedule.
+        operands: the rank's own tokens, packed, with the padding of the plan: q (tokens, heads,
+            head_dim), k and v; with `qv`, q also has its columns, and each call gets keys and
+            values side by side; `bias` has all keys of the document in its last dimension;
+            `alibi_slopes` has one row for all sequences, or one for each sequence of the schedule.
 
     Returns:
-        out (tokens, heads, value_head_dim) in q's dtype, and lse (heads, tokens).
+        out (tokens, heads, value_head_dim) in q's dtype, 0 in padding, and lse (heads, tokens
+        without padding).
     """
+    with_padding, operands = operands, plan.without_padding(operands)
     q, v = operands.q, operands.v
+    padding = len(with_padding.q) - len(q)
     total = lse_dtype(q.dtype)
     is_partial = len(plan.schedule.stages) > 1
     # The first call of some heads writes all of their rows.
@@ -247,16 +247,6 @@ class _Shared(NamedTuple):
             self.drelative_bias[heads] += part.drelative_bias
 
 
-def _cached(plan: Plan, key: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes, from the cache if an earlier call of the plan made it."""
-    if plan.memo is None:
-        return make()
-    found = plan.memo.get(key)
-    if found is None:
-        found = plan.memo[key] = make()
-    return found
-
-
 def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:
     """The steps with their keys and values, (rows, key heads, head_dim). The exchange of the next
     step is under way while the caller works on this one."""
@@ -354,17 +344,21 @@ def _is_dense(plan: Plan, operands: Operands, step: Step, keys: int) -> bool:
 def _sequences(plan: Plan, operands: Operands, step: Step) -> SequenceTensors:
     """The tensors that say which sequences a step's call has."""
     schedule, stage, device = plan.schedule, step.stage, operands.q.device
-
-    def make() -> SequenceTensors:
-        numbers = None
-        if operands.rng_state is not None or plan.options.score_mod:
-            numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
-        with_positions = _needs_positions(plan, operands, stage)
-        return sequence_tensors(schedule.queries, stage.keys, with_positions, numbers, device)
-
-    key = "sequences", step.number, stream_of(device)
-    found: SequenceTensors = _cached(plan, key, make)
-    return found
+    stream = stream_of(device)
+    key = "sequences", step.number, stream
+    found: SequenceTensors | None = None if plan.memo is None else plan.memo.get(key)
+    if found is not None:
+        return found
+    numbers = None
+    if operands.rng_state is not None or plan.options.score_mod:
+        numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
+    with_positions = _needs_positions(plan, operands, stage)
+    tensors = sequence_tensors(
+        schedule.queries, stage.keys, with_positions, numbers, device, stream
+    )
+    if plan.memo is not None:
+        plan.memo[key] = tensors
+    return tensors
 
 
 def _problem(
@@ -379,32 +373,33 @@ def _problem(
 ) -> AttentionProblem:
     """The facts of a step's call, with its backend. Not every backend has gradients, so a backward
     says which it needs, and a forward before it selects a backend that also has partial results."""
-
-    def make() -> AttentionProblem:
-        options = plan.options._replace(
-            max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
-            max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
-            first_head=plan.first_head + step.query_heads.start,
-        )
-        blocks = options.dropout_p > 0 and all(
-            p.begin_at_multiples(BLOCK_KEYS) for p in step.stage.keys
-        )
-        problem = AttentionProblem.of(operands, options)._replace(
-            is_partial=is_selected_as_partial,
-            has_key_blocks=blocks,
-            reserved_processors=plan.reserved_processors,
-            needs_grad=needs_grad,
-            bias_needs_grad=bias_needs_grad,
-            has_whole_queries=has_whole_queries,
-        )
-        options = options._replace(backend=dispatch.select(problem, plan.backend))
-        return problem._replace(options=options, is_partial=is_partial)
-
     asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
     switch = operands.q.is_cuda and allows_tf32()
     key = "problem", step.number, *asked, dispatch.forced(), switch
-    found: AttentionProblem = _cached(plan, key, make)
-    return found
+    found: AttentionProblem | None = None if plan.memo is None else plan.memo.get(key)
+    if found is not None:
+        return found
+    options = plan.options._replace(
+        max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
+        max_seqlen_k=max((p.length for p in step.stage.keys), default=0),
+        first_head=plan.first_head + step.query_heads.start,
+    )
+    blocks = options.dropout_p > 0 and all(
+        p.begin_at_multiples(BLOCK_KEYS) for p in step.stage.keys
+    )
+    problem = AttentionProblem.of(operands, options)._replace(
+        is_partial=is_selected_as_partial,
+        has_key_blocks=blocks,
+        reserved_processors=plan.reserved_processors,
+        needs_grad=needs_grad,
+        bias_needs_grad=bias_needs_grad,
+        has_whole_queries=has_whole_queries,
+    )
+    options = options._replace(backend=dispatch.select(problem, plan.backend))
+    problem = problem._replace(options=options, is_partial=is_partial)
+    if plan.memo is not None:
+        plan.memo[key] = problem
+    return problem
 
 
 def refuse_without_backend(
@@ -528,7 +523,7 @@ class ContextAttention(torch.autograd.Function):
         ulysses = plan.ulysses
         given = operands if ulysses is None else ulysses.spread(operands)
         if precomputed is None:
-            out, lse = _computed(plan, given, any(ctx.needs_input_grad))
+            out, lse = forward(plan, given, any(ctx.needs_input_grad))
         elif ulysses is None:
             out, lse = precomputed[0].clone(), precomputed[1].clone()
         else:
@@ -607,16 +602,8 @@ def attend(
     wants_grad = any(x is not None and x.requires_grad for x in differentiable)
     is_plain = plan.ulysses is None and precomputed is None
     if is_plain and not (wants_grad and torch.is_grad_enabled()):
-        return _computed(plan, operands, wants_grad)
+        return forward(plan, operands, wants_grad)
     return ContextAttention.apply(plan, operands, precomputed, *differentiable)
-
-
-def _computed(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries here."""
-    given, padding = plan.without_padding(operands), 0
-    if plan.tokens is not None:
-        padding = len(operands.q) - plan.tokens[0]
-    return forward(plan, given, wants_grad, padding)
 
 
 def is_recomputing() -> bool:

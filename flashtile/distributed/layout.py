@@ -61,7 +61,7 @@ class Layout:
         self.tokens = queries.tokens(self.rank), keys.tokens(self.rank)  # without padding
         documents = queries.documents(self.rank)
         self.positions = _padded(self._positions(), self.local_tokens, 0)
-        counts = [queries.positions(self.rank, d).length for d in documents]
+        counts = [sum(b - a for a, b in queries.spans(self.rank, d)) for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
         self.verified = VerifiedCalls(wire)
         self._digests: tuple[str, str] | None = None

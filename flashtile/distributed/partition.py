@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from ..call import checks
 from ..call.options import WindowSize
-from ..masks import EMPTY, BlockMask, Chunk, Positions, Span, Visibility, Window, structure
+from ..masks import EMPTY, BlockMask, Chunk, Span, Visibility, Window, structure
 
 
 class Piece(NamedTuple):
@@ -76,10 +76,6 @@ class ShardMap(NamedTuple):
         """The tokens of a document that a rank holds."""
         mine = self.pieces[rank]
         return tuple((piece.start, piece.stop) for piece in mine if piece.document == document)
-
-    def positions(self, rank: int, document: int) -> Positions:
-        """The positions of a rank's rows of a document."""
-        return Positions.of(self.spans(rank, document))
 
     def first_tokens(self, lengths: Sequence[int]) -> ShardMap:
         """Who owns which of the first ``lengths[d]`` tokens of every document d."""

@@ -100,7 +100,7 @@ def schedule(
     # The last query stands at the last key.
     shifts = tuple(keys.lengths[d] - queries.lengths[d] for d in documents)
     rows = tuple(
-        queries.positions(rank, document).shifted(shift)
+        Positions.of(queries.spans(rank, document)).shifted(shift)
         for document, shift in zip(documents, shifts, strict=True)
     )
     made = [
@@ -279,7 +279,8 @@ class Step(NamedTuple):
     is_first: bool  # of the stages of these heads
     has_call: bool  # there is something to compute
     has_all_heads: bool
-    own: Span | None  # of a step without messages: its keys, as rows of the rank's own
+    # Of a step without messages: its keys, if they are rows of the rank's own in one piece.
+    own: Span | None
 
     def has_own_rows(self, rows: int) -> bool:
         """Whether all of the rank's own keys lie in the buffer, in one piece."""
@@ -305,16 +306,9 @@ def steps_of(schedule: Schedule, head_groups: int, heads: tuple[int, int]) -> li
             is_first = number == 0
             has_call = counts[0] > 0 and len(stage.keys) > 0 and (is_first or stage.rows > 0)
             whole = head_groups == 1
-            own = _own_keys(stage) if whole else None
+            is_local = not stage.sends and not stage.receives and len(stage.order) == 1
+            own = stage.order[0][1:] if whole and is_local else None
             steps.append(
                 Step(len(steps), of_queries, of_keys, stage, is_first, has_call, whole, own)
             )
     return steps
-
-
-def _own_keys(stage: Stage) -> Span | None:
-    """The keys of a stage, if they are rows of the rank's own that lie in one piece."""
-    if stage.sends or stage.receives or len(stage.order) != 1:
-        return None
-    _, start, stop = stage.order[0]
-    return start, stop

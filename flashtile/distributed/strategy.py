@@ -26,7 +26,7 @@ from ..masks import Visibility
 from .collectives import Wire, connect
 from .partition import Facts, ShardMap, TileMap, area
 from .schedule import distances, keys_received
-from .ulysses import HeadShare, merged, share_heads
+from .ulysses import merged, share_heads
 
 Number = int | Literal["auto"]
 
@@ -90,20 +90,11 @@ class Workload(NamedTuple):
     facts: Facts
     tiles: TileMap | None = None
 
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self.queries.ranks
-
-    def shares(self, ulysses: int) -> list[HeadShare]:
-        """The heads of every member of a group of neighbours."""
-        return share_heads(*self.heads, ulysses)
-
     def held_by_groups(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
         """Who owns which queries and keys, when neighbours hold theirs together."""
         if ulysses == 1:
             return self.queries, self.keys
-        groups = [range(first, first + ulysses) for first in range(0, self.ranks, ulysses)]
+        groups = [range(first, first + ulysses) for first in range(0, self.queries.ranks, ulysses)]
         queries = merged(self.queries, groups)
         return queries, queries if self.keys == self.queries else merged(self.keys, groups)
 
@@ -171,7 +162,7 @@ def _degrees(requested: Requested, workload: Workload) -> list[int]:
     """Numbers of neighbours that exchange heads: none, those of a node, or all ranks."""
     if requested.ulysses != "auto":
         return [requested.ulysses]
-    ranks, (query_heads, key_heads) = workload.ranks, workload.heads
+    ranks, (query_heads, key_heads) = workload.queries.ranks, workload.heads
     inside = gcd(ranks, workload.machine.node, key_heads)
     everyone = ranks if ranks <= query_heads else gcd(ranks, key_heads)
     stages = 1 if requested.stages == "auto" else requested.stages
@@ -184,17 +175,15 @@ def _strategies(requested: Requested, workload: Workload, ulysses: int) -> Itera
     groups = [g for g in range(1, min(counts) + 1) if all(n % g == 0 for n in counts)]
     if requested.head_groups is not None:
         groups = [g for g in groups if g == requested.head_groups]
-    ranks = workload.ranks // ulysses
-    stages = [requested.stages] if requested.stages != "auto" else _stage_numbers(ranks)
+    ranks = workload.queries.ranks // ulysses
+    if requested.stages != "auto":
+        stages = [requested.stages]
+    else:  # 1, and one more than powers of two up to one stage for every rank
+        doubled = [1 + (1 << n) for n in range(ranks.bit_length())]
+        stages = sorted({1, ranks, *(number for number in doubled if number < ranks)})
     for number in stages:
         for group in groups if ranks > 1 else groups[:1]:
             yield Strategy(ulysses, number, group)
-
-
-def _stage_numbers(ranks: int) -> list[int]:
-    """1, and one more than powers of two up to one stage for every rank."""
-    doubled = [1 + (1 << n) for n in range(ranks.bit_length())]
-    return sorted({1, ranks, *(number for number in doubled if number < ranks)})
 
 
 def keys_at_once(strategy: Strategy, workload: Workload) -> float:
@@ -213,7 +202,7 @@ def seconds(strategy: Strategy, workload: Workload) -> float:
     """What the slowest rank takes for its scores and exchanges in both passes. Stages and groups of
     heads have the price of one exchange."""
     machine, ulysses = workload.machine, strategy.ulysses
-    counts = [share.counts for share in workload.shares(ulysses)]
+    counts = [share.counts for share in share_heads(*workload.heads, ulysses)]
     query_heads, key_heads = (max(heads) for heads in zip(*counts, strict=True))
     D, _, Dv = workload.head_dims
     # Two matrix products in the forward, five in the backward.
@@ -237,7 +226,7 @@ def _exchanges_of_heads(workload: Workload, ulysses: int) -> float:
     gradients."""
     if ulysses == 1:
         return 0.0
-    machine, ranks = workload.machine, range(workload.ranks)
+    machine, ranks = workload.machine, range(workload.queries.ranks)
     query_heads, key_heads = workload.heads[0], sum(_key_heads(workload, ulysses))
     D, of_keys, of_values = workload.head_dims
     element, gradient = workload.sizes
@@ -260,7 +249,7 @@ def _exchanges(machine: Machine, count: int, inside: float, across: float) -> fl
 
 def explained(requested: Requested, workload: Workload, strategy: Strategy) -> str:
     """A table of what every rank does, and why it goes by `strategy`."""
-    ranks, (query_heads, key_heads) = workload.ranks, workload.heads
+    ranks, (query_heads, key_heads) = workload.queries.ranks, workload.heads
     lines = [
         f"{sum(workload.queries.lengths):,} tokens on {ranks} ranks, {query_heads}:{key_heads} "
         f"heads, head dim {workload.head_dims[1]}",
@@ -270,9 +259,10 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
     scores = [workload.scores(queries, group) for group in range(queries.ranks)]
     received = [sum(row) for row in workload.keys_received(strategy.ulysses)]
     total = max(sum(scores), 1.0) * query_heads
+    shares = share_heads(*workload.heads, strategy.ulysses)
     for rank in range(min(ranks, MOST_ROWS)):
         group, member = divmod(rank, strategy.ulysses)
-        query_share, key_share = workload.shares(strategy.ulysses)[member].counts
+        query_share, key_share = shares[member].counts
         of_scores = scores[group] * query_share / total
         keys = received[group] * key_share / key_heads
         tokens = workload.queries.tokens(rank)
@@ -296,7 +286,7 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
 
 def _key_heads(workload: Workload, ulysses: int) -> list[int]:
     """The numbers of key heads of the neighbours that have some."""
-    counts = (share.counts[1] for share in workload.shares(ulysses))
+    counts = (share.counts[1] for share in share_heads(*workload.heads, ulysses))
     return [count for count in counts if count]
 
 

@@ -65,7 +65,7 @@ def test_the_cheapest_candidate_is_selected_and_a_request_is_honoured(seed: int)
 @pytest.mark.parametrize("seed", range(30))
 def test_keys_are_counted_as_in_the_schedules(seed: int) -> None:
     workload = drawn(seed)
-    queries, keys, ranks = workload.queries, workload.keys, workload.ranks
+    queries, keys, ranks = workload.queries, workload.keys, workload.queries.ranks
     received = keys_received(queries, keys, (workload.facts, None))
     for rank in {0, ranks // 2, ranks - 1}:
         for stage in schedule(queries, keys, workload.facts, rank, ranks).stages:
