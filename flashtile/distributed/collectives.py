@@ -200,19 +200,13 @@ class ProcessWire:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Wire`."""
-        here = x if x.device.type != "cpu" else x.to(self._device)
+        here = x
+        if x.device.type == "cpu" and "cpu:" not in dist.get_backend_config(self.group):
+            # The group connects only GPUs.
+            here = x.to(self.group.bound_device_id or torch.device("cuda"))
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
         dist.all_gather(gathered, here, group=self.group)
         return [part.cpu() for part in gathered]
-
-    @property
-    def _device(self) -> torch.device:
-        """The CPU, unless the group connects only GPUs."""
-        if "cpu:" in dist.get_backend_config(self.group):
-            return torch.device("cpu")
-        if self.group.bound_device_id is not None:
-            return self.group.bound_device_id
-        return torch.device("cuda", torch.cuda.current_device())
 
 
 def _flat(x: Tensor) -> Tensor:

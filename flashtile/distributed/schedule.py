@@ -23,7 +23,8 @@ from ..masks import Positions, Span, Visibility
 from .partition import Facts, ShardMap, TileMap
 
 Mask = tuple[Facts, TileMap | None]
-Needs = dict[int, tuple[Span, ...]]  # positions of keys, by document
+Seen = dict[int, tuple[Span, ...]]  # positions of keys, by document
+Located = tuple[tuple[int, int], Span]  # (document, first position) of keys, rows of their tensor
 
 
 class Message(NamedTuple):
@@ -128,28 +129,28 @@ def _stage(
     rows: tuple[Positions, ...],
 ) -> Stage:
     ranks = queries.ranks
-    sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
     seen = seen_keys(queries, keys, mask, rank)
-    needs = {source: _needed(keys, source, seen) for source in sources}
-    receives = [Message(source, _rows(keys, source, needs[source])) for source in sources]
-    peers = [(rank + distance) % ranks for distance in away]
-    sends = [
-        Message(
-            peer,
-            _rows(keys, rank, _needed(keys, rank, seen_keys(queries, keys, mask, peer))),
-        )
-        for peer in peers
+    sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
+    located = {source: list(_located(keys, source, seen)) for source in sources}
+    receives = [
+        Message(source, tuple(span for _, span in found))
+        for source, found in located.items()
+        if source != rank and found
     ]
-    documents = queries.documents(rank)
-    arriving = tuple(message for message in receives if message.rows and message.peer != rank)
-    buffered = tuple(
-        Positions.of(span for need in needs.values() for span in need.get(document, ()))
-        for document in documents
-    )
+    sends = []
+    for peer in ((rank + distance) % ranks for distance in away):
+        if peer != rank:
+            of_peer = _located(keys, rank, seen_keys(queries, keys, mask, peer))
+            sends.append(Message(peer, tuple(span for _, span in of_peer)))
+    spans: dict[int, list[Span]] = {document: [] for document in queries.documents(rank)}
+    for found in located.values():
+        for (document, position), (start, stop) in found:
+            spans[document].append((position, position + stop - start))
+    buffered = tuple(map(Positions.of, spans.values()))
     return Stage(
-        tuple(message for message in sends if message.rows and message.peer != rank),
-        arriving,
-        _order(keys, needs, rank, [message.peer for message in arriving]),
+        tuple(message for message in sends if message.spans),
+        tuple(receives),
+        _order(located, rank, [message.peer for message in receives]),
         buffered,
         any(
             positions.spans != ((0, positions.length),)
@@ -159,10 +160,10 @@ def _stage(
     )
 
 
-def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Needs:
+def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Seen:
     """The keys that some query of `rank` sees, whoever holds them; whole tiles of a block mask."""
     facts, tiles = mask
-    seen: Needs = {}
+    seen: Seen = {}
     for document in queries.documents(rank):
         length = keys.lengths[document]
         visibility = Visibility(facts, queries.lengths[document], length)
@@ -175,13 +176,6 @@ def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Needs
     return seen
 
 
-def _needed(keys: ShardMap, source: int, seen: Needs) -> Needs:
-    """The keys of `source` among those that a rank sees."""
-    held = (document for document in keys.documents(source) if document in seen)
-    needed = ((d, _intersection(keys.spans(source, d), seen[d])) for d in held)
-    return {document: spans for document, spans in needed if spans}
-
-
 @memoised(64)
 def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[int]]:
     """How many keys every rank receives from every other one."""
@@ -190,12 +184,8 @@ def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[in
         seen = seen_keys(queries, keys, mask, rank)
         counts.append(
             [
-                sum(
-                    max(0, min(piece.stop, stop) - max(piece.start, start))
-                    for piece in pieces
-                    for start, stop in seen.get(piece.document, ())
-                )
-                for pieces in keys.pieces
+                sum(stop - start for _, (start, stop) in _located(keys, source, seen))
+                for source in range(queries.ranks)
             ]
         )
         counts[rank][rank] = 0
@@ -223,16 +213,11 @@ def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, 
     return tuple(joined)
 
 
-def _rows(keys: ShardMap, source: int, needs: Needs) -> tuple[Span, ...]:
-    """Where the needed keys lie in the tensor of `source`."""
-    return tuple(rows for _, rows in _located(keys, source, needs))
-
-
-def _located(keys: ShardMap, source: int, needs: Needs) -> Iterator[tuple[tuple[int, int], Span]]:
-    """The needed keys of `source`: (document, first position) and rows of its tensor."""
+def _located(keys: ShardMap, source: int, seen: Seen) -> Iterator[Located]:
+    """The keys of `source` among those that a rank sees."""
     row = 0
     for document, start, stop in keys.pieces[source]:
-        for first, last in needs.get(document, ()):
+        for first, last in seen.get(document, ()):
             a, b = max(start, first), min(stop, last)
             if a < b:
                 yield (document, a), (row + a - start, row + b - start)
@@ -240,9 +225,9 @@ def _located(keys: ShardMap, source: int, needs: Needs) -> Iterator[tuple[tuple[
 
 
 def _order(
-    keys: ShardMap, needs: Mapping[int, Needs], rank: int, peers: Sequence[int]
+    found: Mapping[int, Sequence[Located]], rank: int, peers: Sequence[int]
 ) -> tuple[Rows, ...]:
-    """The needed keys of all sources in the order of documents and positions.
+    """The keys found with all sources in the order of documents and positions.
 
     Args:
         peers: those whose messages arrive.
@@ -250,7 +235,7 @@ def _order(
     located: list[tuple[tuple[int, int], Rows]] = []
     for number, source in enumerate((rank, *peers)):
         row = 0  # of the message
-        for position, (start, stop) in _located(keys, source, needs.get(source, {})):
+        for position, (start, stop) in found.get(source, ()):
             if number:
                 start, stop = row, row + stop - start
             located.append((position, Rows(number, start, stop)))
