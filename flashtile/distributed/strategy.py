@@ -98,10 +98,6 @@ class Workload(NamedTuple):
         queries = merged(self.queries, groups)
         return queries, queries if self.keys == self.queries else merged(self.keys, groups)
 
-    def keys_received(self, ulysses: int) -> list[list[int]]:
-        """The keys that every group receives from every other one."""
-        return keys_received(*self.held_by_groups(ulysses), (self.facts, self.tiles))
-
     def scores(self, queries: ShardMap, rank: int) -> float:
         """About how many scores one head of a rank's queries has; all of partial tiles."""
         total = 0.0
@@ -189,7 +185,8 @@ def _strategies(requested: Requested, workload: Workload, ulysses: int) -> Itera
 def keys_at_once(strategy: Strategy, workload: Workload) -> float:
     """The most keys of others that a rank fetches in one exchange, in units of a key with all
     heads."""
-    received = workload.keys_received(strategy.ulysses)
+    mask = workload.facts, workload.tiles
+    received = keys_received(*workload.held_by_groups(strategy.ulysses), mask)
     share = max(_key_heads(workload, strategy.ulysses)) / workload.heads[1] / strategy.head_groups
     return share * max(
         sum(row[(rank - distance) % len(received)] for distance in away)
@@ -209,9 +206,10 @@ def seconds(strategy: Strategy, workload: Workload) -> float:
     score = 2 * (D + Dv) / machine.forward + 2 * (3 * D + 2 * Dv) / machine.backward
     of_key = key_heads * sum(workload.head_dims[1:])
     element, gradient = workload.sizes
-    queries, _ = workload.held_by_groups(ulysses)
+    queries, keys = workload.held_by_groups(ulysses)
+    received = keys_received(queries, keys, (workload.facts, workload.tiles))
     slowest = 0.0
-    for group, row in enumerate(workload.keys_received(ulysses)):
+    for group, row in enumerate(received):
         nodes = [source * ulysses // machine.node for source in range(len(row))]
         inside = sum(n for n, node in zip(row, nodes, strict=True) if node == nodes[group])
         # Keys and values in both passes, and their gradients.
@@ -255,18 +253,19 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
         f"heads, head dim {workload.head_dims[1]}",
         "rank   tokens  of the scores   keys received",
     ]
-    queries, _ = workload.held_by_groups(strategy.ulysses)
+    queries, keys = workload.held_by_groups(strategy.ulysses)
     scores = [workload.scores(queries, group) for group in range(queries.ranks)]
-    received = [sum(row) for row in workload.keys_received(strategy.ulysses)]
+    rows = keys_received(queries, keys, (workload.facts, workload.tiles))
+    received = [sum(row) for row in rows]
     total = max(sum(scores), 1.0) * query_heads
     shares = share_heads(*workload.heads, strategy.ulysses)
     for rank in range(min(ranks, MOST_ROWS)):
         group, member = divmod(rank, strategy.ulysses)
         query_share, key_share = shares[member].counts
         of_scores = scores[group] * query_share / total
-        keys = received[group] * key_share / key_heads
+        of_keys = received[group] * key_share / key_heads
         tokens = workload.queries.tokens(rank)
-        lines.append(f"{rank:4} {tokens:8,} {of_scores:14.1%} {keys:15,.0f}")
+        lines.append(f"{rank:4} {tokens:8,} {of_scores:14.1%} {of_keys:15,.0f}")
     if ranks > MOST_ROWS:
         lines.append(f" ... and {ranks - MOST_ROWS} more")
     given = ", ".join(

@@ -168,16 +168,10 @@ def _as_call(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.contiguous() if x.dtype == dtype else x.to(dtype).contiguous()
 
 
-def _runs_native(segment: Segment, plan: Plan) -> bool:
-    """PyTorch's kernel does not take empty tensors."""
-    visibility = segment.mask.visibility
-    return plan.kernel == "native" and visibility.M > 0 and visibility.N > 0
-
-
 def _segment_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tuple[Tensor, Tensor]:
-    if _runs_native(segment, plan):
+    if plan.kernel == "native":
         O, L = native.forward(
             segment.queries(operands.q),
             segment.keys(operands.k),
@@ -213,7 +207,7 @@ def _segment_backward(
     out, lse, dout = results[:3]
     if operands.bias is not None and tiles.is_large(segment.rows(lse)).any():
         plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
-    if _runs_native(segment, plan):
+    if plan.kernel == "native":
         return _native_backward(problem, operands, segment, plan, out, lse, dout, sums.dsink)
     return _plain_backward(problem, operands, segment, plan, results, sums)
 
