@@ -25,7 +25,6 @@ from .problem import (
     Operands,
     Options,
     Presence,
-    batch_size,
     captured_needs_grad,
     lse_dtype,
     lse_shape,
@@ -317,9 +316,9 @@ def _fake_backward(
 
 def _fake_probabilities(*args: Any) -> Tensor:
     operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS + 1 :])
-    q = operands.q
-    shape = (batch_size(operands), q.shape[-2], options.max_seqlen_q, options.max_seqlen_k)
-    return q.new_empty(shape, dtype=output_dtype(q.dtype))
+    problem = AttentionProblem.of(operands, options)
+    shape = (problem.B, problem.Hq, problem.M, problem.N)
+    return operands.q.new_empty(shape, dtype=output_dtype(problem.dtype))
 
 
 for _key in ("CPU", "CUDA"):

@@ -235,7 +235,8 @@ class AttentionProblem(NamedTuple):
         q, k, v = operands.q, operands.k, operands.v
         device_type = q.device.type if tensors_stand_for.gpu is None else "cuda"
         paged = operands.page_table is not None
-        packed = operands.cu_seqlens_q is not None
+        starts_q = operands.cu_seqlens_q
+        packed = starts_q is not None
         dense_keys = operands.cu_seqlens_k is None
         grad = torch.is_grad_enabled()
         bias_needs_grad = grad and operands.bias is not None and operands.bias.requires_grad
@@ -244,7 +245,7 @@ class AttentionProblem(NamedTuple):
             capability=capability_of(q) if device_type == "cuda" else None,
             dtype=q.dtype,
             layout="dense" if not packed else "packed_queries" if dense_keys else "packed",
-            B=batch_size(operands),
+            B=q.shape[0] if starts_q is None else starts_q.shape[0] - 1,
             M=options.max_seqlen_q,
             N=options.max_seqlen_k,
             Hq=q.shape[-2],
@@ -303,13 +304,6 @@ def allows_tf32() -> bool:
 
 
 _precision_of = torch._C._get_fp32_precision_getter
-
-
-def batch_size(operands: Operands) -> int:
-    """Number of sequences."""
-    if operands.cu_seqlens_q is not None:
-        return operands.cu_seqlens_q.shape[0] - 1
-    return operands.q.shape[0]
 
 
 def captured_needs_grad(options: Options) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.dropout import keep_mask
 from flashtile.masks import BlockMask, Spans, Window
-from flashtile.problem import Operands, Options, batch_size
+from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.score_mod import parsed
 from flashtile.score_mod.evaluate import evaluate
 from flashtile.testing import Reference, attention_varlen_reference
@@ -102,8 +102,6 @@ def _score_mod(operands: Operands, options: Options) -> Callable[..., Tensor] | 
 def _keep(operands: Operands, options: Options) -> Tensor | None:
     if operands.rng_state is None:
         return None
-    sizes = batch_size(operands), operands.q.shape[-2], options.max_seqlen_q
-    index = (torch.arange(n) for n in sizes)
-    return keep_mask(
-        operands.rng_state, options.dropout_p, *index, torch.arange(options.max_seqlen_k)
-    )
+    problem = AttentionProblem.of(operands, options)
+    sizes = problem.B, problem.Hq, problem.M, problem.N
+    return keep_mask(operands.rng_state, options.dropout_p, *map(torch.arange, sizes))
