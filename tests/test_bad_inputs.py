@@ -283,6 +283,18 @@ CACHE = {
         "page_table",
         ROWS | {"page_table": zeros(0, 2, dtype=torch.int32)},
     ),
+    "new tokens of two sequences in one row": (
+        "cache_batch_idx",
+        {"cache_batch_idx": tensor(1, 1), "cache_seqlens": 2},
+    ),
+    "new tokens of two sequences in one page": (
+        "page_table",
+        {"page_table": tensor([1], [1]), "cache_seqlens": 2},
+    ),
+    "new keys and other values in one memory": (
+        "v_cache",
+        dict.fromkeys(("k_cache", "v_cache"), zeros(2, 16, 2, 8)) | {"v": zeros(2, 3, 2, 8) + 1},
+    ),
     "cache_leftpad of floats": ("cache_leftpad", {"cache_leftpad": zeros(2)}),
     "cache_leftpad for 1 sequence": ("cache_leftpad", {"cache_leftpad": tensor(1)}),
     "page_table for 3 sequences": ("page_table", {"page_table": tensor([0], [1], [2])}),
