@@ -292,10 +292,10 @@ DISTRIBUTED = [
         "tests/distributed/test_context.py -k test_every_option_with_heads_in_turns",
     ),
     Planted(
-        "keys that end inside a block do not travel",
-        "whole_blocks",
-        "-(-stop // BLOCK_KEYS) * BLOCK_KEYS",
-        "stop // BLOCK_KEYS * BLOCK_KEYS",
+        "the first key that a rank sees does not travel",
+        "seen_keys",
+        "visibility.key_range(start)[0], visibility",
+        "visibility.key_range(start)[0] + 1, visibility",
         "tests/distributed/test_schedule.py -k test_every_visible_score",
     ),
     Planted(

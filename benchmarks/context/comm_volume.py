@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from flashtile.distributed.partition import Facts, ShardMap, TileMap
-from flashtile.distributed.schedule import whole_blocks
 from flashtile.lru import memoised
 from flashtile.masks import Span, Visibility
 
@@ -68,7 +67,6 @@ class CommVolume:
                 visibility = self._visibilities[document]
                 # Neither end of the visible keys moves left from one query to the next.
                 hull = visibility.key_range(start)[0], visibility.key_range(stop - 1)[1]
-                hull = whole_blocks(*hull)
                 needs = self._needs[document].setdefault(rank, [])
                 if tiles is None:
                     _add(needs, hull)

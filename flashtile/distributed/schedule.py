@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dropout import BLOCK_KEYS
 from ..lru import memoised
 from ..masks import Positions, Span, Visibility
 from .partition import Facts, ShardMap, TileMap
@@ -170,7 +169,7 @@ def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Seen:
         hulls: list[Span] = []
         for start, stop in queries.spans(rank, document):
             # Neither end of the visible keys moves left from one query to the next.
-            hull = whole_blocks(visibility.key_range(start)[0], visibility.key_range(stop - 1)[1])
+            hull = visibility.key_range(start)[0], visibility.key_range(stop - 1)[1]
             hulls += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
         seen[document] = _intersection(((0, length),), hulls)
     return seen
@@ -190,14 +189,6 @@ def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[in
         )
         counts[rank][rank] = 0
     return counts
-
-
-def whole_blocks(start: int, stop: int) -> Span:
-    """The blocks of keys, which share random numbers, that have some of ``[start, stop)``. GPUs
-    compute dropout faster where no block is divided."""
-    if start >= stop:
-        return start, stop
-    return start // BLOCK_KEYS * BLOCK_KEYS, -(-stop // BLOCK_KEYS) * BLOCK_KEYS
 
 
 def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
