@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="the package triton is not installed")
+
 from flashtile.absent_gpu import TARGETS, tensors_stand_for
 from flashtile.backends.triton import launch, plan
 from flashtile.cli import tune
