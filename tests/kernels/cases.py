@@ -345,6 +345,7 @@ CASES: dict[str, Make] = (
         "causal block mask, one for all heads": block_mask((64, 32), causal=True, heads=1),
         "block mask of odd tiles": block_mask((24, 20), causal=True),
         "dropout": dropped(dense(**LARGER)()),
+        "dropout of few queries and keys": dropped(dense(**SMALL)()),
         "rare dropout": dropped(dense(**LARGER)(), 0.03),
         "dropout of few queries": dropped(dense(**FEW)()),
         "packed dropout": dropped(packed),
