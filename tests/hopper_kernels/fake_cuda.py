@@ -5,6 +5,7 @@ host without a GPU.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -59,13 +60,19 @@ class Config(ctypes.Structure):
     ]
 
 
+# Of a process, as Triton's kernels are: one that a test has compiled may be launched by the next,
+# under another driver. Its launcher takes the descriptors of these functions only.
+cuda_utils = functools.cache(nvidia.CudaUtils)
+sizes: dict[int, list[int]] = {}  # bytes of the parameters of each kernel
+
+
 class Driver(nvidia.CudaDriver):
     """Triton's driver on one device that is not there. Every thread has its own stream and writes
     down its own launches.
     """
 
     def __init__(self) -> None:
-        self.utils, self.launcher_cls = nvidia.CudaUtils(), nvidia.CudaLauncher
+        self.utils, self.launcher_cls = cuda_utils(), nvidia.CudaLauncher
         self.thread = ThisThread()
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: self.thread.stream
@@ -136,12 +143,11 @@ def fake_driver(folder: Path, records: bool = True) -> Iterator[Driver]:
     subprocess.run(build, check=True)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     cuda = ctypes.CDLL("libcuda.so.1")  # the first one that the process loaded, as Triton finds it
-    sizes: dict[int, list[int]] = {}
     load = CompiledKernel._init_handles
 
     def load_and_measure(kernel: Any) -> None:
         load(kernel)
-        if records and kernel.function not in sizes:
+        if "llir" in kernel.asm and kernel.function not in sizes:
             signature = re.findall("define ptx_kernel.*", kernel.asm["llir"])[0]
             sizes[kernel.function] = parameter_sizes(signature)
 
