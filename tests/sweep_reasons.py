@@ -39,7 +39,7 @@ REASONS: dict[str, str] = {
     "xlstm": CONVOLUTIONS,
 }
 # Not compared where scipy is not installed, which their loss needs.
-NEED_SCIPY = {"eomt", "eomt_dinov3"}
+NEED_SCIPY = {"eomt", "eomt_dinov3", "inkling_mm_model"}
 # Not compared where torchaudio is not installed.
 NEED_TORCHAUDIO = ("higgs_audio_v2_tokenizer",)
 # Not compared where timm is not installed.

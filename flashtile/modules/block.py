@@ -224,10 +224,10 @@ class ParallelBlock(_Layers):
         residual = residual + dropout1(hidden_states1) + dropout2(hidden_states2)
         return mixer(norm1(residual)), mlp(norm2(residual)), residual
 
+    The other arguments are those of `Block`.
+
     Args:
-        dim, mixer_cls, mlp_cls, norm_cls, dropout_cls, resid_dropout1, resid_dropout2,
-            fused_dropout_add_ln, residual_in_fp32, sequence_parallel, mark_shared_params: as in
-            `Block`; the dropouts are of the previous layer's two branches.
+        resid_dropout1, resid_dropout2: dropout rates of the previous layer's two branches.
         tied_norm: the MLP also reads ``norm1(residual)`` (GPT-J), and there is no norm2.
     """
 
