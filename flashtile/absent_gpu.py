@@ -1,6 +1,6 @@
 """The GPU that is not here and for which `flashtile warmup --target` compiles kernels.
 
-While a thread has one, tensors on the CPU stand for tensors on it: calls are described and planned
+While a thread has one, tensors on the CPU represent tensors on it: calls are described and planned
 as they would be there, and the kernels of their launches are compiled instead of launched.
 """
 
@@ -35,11 +35,12 @@ class _ThisThread(threading.local):
     gpu: AbsentGpu | None = None
 
 
-tensors_stand_for = _ThisThread()
+current_target = _ThisThread()
 
 
 def capability_of(x: Tensor) -> tuple[int, int] | None:
-    """The compute capability of the GPU on which a tensor is or stands for one; None on a CPU."""
-    if tensors_stand_for.gpu is not None:
-        return tensors_stand_for.gpu.capability
+    """The compute capability of the GPU that has a tensor, or whose tensor it represents; None on a
+    CPU."""
+    if current_target.gpu is not None:
+        return current_target.gpu.capability
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .absent_gpu import capability_of, tensors_stand_for
+from .absent_gpu import capability_of, current_target
 from .lru import memoised
 from .masks import BlockMask, Chunk, Window, structure
 from .score_mod import parsed
@@ -233,7 +233,7 @@ class AttentionProblem(NamedTuple):
     def of(cls, operands: Operands, options: Options) -> AttentionProblem:
         """Describe a validated call."""
         q, k, v = operands.q, operands.k, operands.v
-        device_type = q.device.type if tensors_stand_for.gpu is None else "cuda"
+        device_type = q.device.type if current_target.gpu is None else "cuda"
         paged = operands.page_table is not None
         starts_q = operands.cu_seqlens_q
         packed = starts_q is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.absent_gpu import TARGETS, tensors_stand_for
+from flashtile.absent_gpu import TARGETS, current_target
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
@@ -220,11 +220,11 @@ def test_an_unknown_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--target: invalid choice: 'sm_75'" in capsys.readouterr().err
 
 
-def test_tensors_on_the_cpu_stand_for_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_on_the_cpu_represent_those_of_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(1, 128, 2, 64, dtype=torch.float16)
     operands, options = describe((x, x, x), Dense(), {"causal": True})
     assert AttentionProblem.of(operands, options).device_type == "cpu"
-    monkeypatch.setattr(tensors_stand_for, "gpu", TARGETS["sm_90"]._replace(multiprocessors=114))
+    monkeypatch.setattr(current_target, "gpu", TARGETS["sm_90"]._replace(multiprocessors=114))
     problem = AttentionProblem.of(operands, options)
     assert (problem.device_type, problem.capability) == ("cuda", (9, 0))
     assert multiprocessors(x.device) == 114

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from ..absent_gpu import tensors_stand_for
+from ..absent_gpu import current_target
 from ..backend_interface import PreparedForward
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
@@ -100,7 +100,7 @@ def rotate_and_append(call: Prepared) -> Operands:
     if _is_observed((*operands, k, v)):
         append_only = torch.ops.flashtile.kvcache_append
         append_rotated = torch.ops.flashtile.kvcache_rotate_append
-    elif k_cache.is_cuda or tensors_stand_for.gpu is not None:
+    elif k_cache.is_cuda or current_target.gpu is not None:
         append_only, append_rotated = op.append_on_gpu, op.rotate_and_append_on_gpu
     else:
         append_only, append_rotated = formula.append, formula.rotate_and_append

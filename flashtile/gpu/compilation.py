@@ -18,7 +18,7 @@ from triton import AsyncCompileMode, JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ..absent_gpu import AbsentGpu, tensors_stand_for
+from ..absent_gpu import AbsentGpu, current_target
 from ..lru import Memo
 from .kernel_keys import precompute_key
 from .launch import Launch
@@ -37,7 +37,7 @@ def compile_together(launches: Sequence[Launch]) -> None:
     failed. Does nothing if at most one kernel is new, or if kernels are interpreted, or for a GPU
     that is not here.
     """
-    if tensors_stand_for.gpu is not None:
+    if current_target.gpu is not None:
         return
     new = _new(launches)
     later = _new(launches_of_next_pass()) if new else {}
@@ -95,12 +95,12 @@ def compiling_for(gpu: AbsentGpu, wants: Callable[[str], Any]) -> Iterator[None]
 
     driver.set_active(AbsentDriver())
     knobs.compilation.store_binary_only = True
-    tensors_stand_for.gpu = gpu
+    current_target.gpu = gpu
     try:
         with _Chosen(wants):
             yield
     finally:
-        tensors_stand_for.gpu = None
+        current_target.gpu = None
 
 
 def _compile(launch: Launch) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..absent_gpu import tensors_stand_for
+from ..absent_gpu import current_target
 from ..lru import memoised
 
 # Whether `import triton` would work, without importing it. Evaluated once at import, because
@@ -54,7 +54,7 @@ H100 = Gpu(132, 50 * 2**20, 3.35e6)
 def gpu_of(device: torch.device) -> Gpu:
     """The properties of a GPU; without an index, of the current one."""
     if device.type == "cpu" or not torch.cuda.is_available():  # the interpreter: as on an H100
-        absent = tensors_stand_for.gpu
+        absent = current_target.gpu
         return H100 if absent is None else H100._replace(multiprocessors=absent.multiprocessors)
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
 

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..absent_gpu import tensors_stand_for
+from ..absent_gpu import current_target
 from .kernel_keys import precompute_key
 from .kernels_folder import read_kernels_folder
 
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
         """
         if 0 in self.grid:
             return None
-        if tensors_stand_for.gpu is not None:
+        if current_target.gpu is not None:
             self.compile()
             return None
         if self.needs_scratch:

@@ -329,9 +329,10 @@ def _refusing() -> Iterator[None]:
     previous = functional.softmax, torch.softmax
     functional.softmax = _checking(previous[0])
     torch.softmax = _checking(previous[1])
-    # torch.Tensor inherits the method, so deleting our attribute restores it. (The type checker
-    # does not allow replacing a method.)
-    torch.Tensor.softmax = _checking(torch.Tensor.softmax)  # type: ignore[method-assign]
+    # torch.Tensor inherits the method, so deleting our attribute restores it.
+    torch.Tensor.softmax = _checking(  # type: ignore[method-assign]  # mypy allows no replacement
+        torch.Tensor.softmax
+    )
     try:
         yield
     finally:

@@ -197,7 +197,7 @@ class SelfAttention(_Options):
 class CrossAttention(SelfAttention):
     """`FlashCrossAttention` of dense batches with padding; the arguments of `SelfAttention`."""
 
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # queries and keys are given apart
         self,
         q: Tensor,
         kv: Tensor,

@@ -6,6 +6,7 @@ FLASHTILE_ALL_CONFIGURATIONS=1 takes every head dim, dtype and option.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from functools import partial
@@ -81,7 +82,7 @@ RELOADS = {
     "packed 128": 11 if NEWER else 2,
     "packed parts": NO_LIMIT if NEWER else 2,
     "packed 256": 6 if NEWER else 1,
-    "dropout": 47 if NEWER else 7,
+    "dropout": 47 if NEWER else 5,
     "dropout and more": 70 if NEWER else 15,
 }
 
@@ -171,9 +172,9 @@ def check(
     reloads: int = RELOADS["any"],
     parts: int = 1,
     is_partial: bool = False,
-    counts_masked: bool = False,
+    selects: float = 0,
 ) -> None:
-    """`counts_masked`: reloads are also counted in loops with masks."""
+    """Reloads are counted in loops that have at most `selects` selects: others have a mask."""
     for launch in launches_of(call, parts, is_partial):
         found = report(launch)
         assert found.shared <= SHARED_LIMIT
@@ -182,7 +183,7 @@ def check(
         assert found.spilled <= spills
         for block in found.blocks:
             found_reloads = block.count("LDL") + block.count("STL")
-            assert (block.count("FSEL") and not counts_masked) or found_reloads <= reloads
+            assert block.count("FSEL") > selects or found_reloads <= reloads
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -223,16 +224,16 @@ def test_packed_compiles(head_dim: int):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 160, 256] + ([80, 96, 192] if FULL else []))
 def test_dropout_compiles(head_dim: int):
-    """Dropout looks like a mask in every loop."""
+    """Dropout selects the sign of each of a thread's 32 scores in every loop."""
     call = drawn(dense(head_dim, causal=True, dropout_p=0.1))
-    check(call, SPILLS["dropout"], RELOADS["dropout"], counts_masked=True)
+    check(call, SPILLS["dropout"], RELOADS["dropout"], selects=32)
 
 
 @pytest.mark.parametrize("kind", ["packed", "deterministic"] if FULL else ["packed"])
 def test_dropout_with_options_compiles(kind: str):
     call = packed if kind == "packed" else partial(dense, deterministic=True)
     spills, reloads = SPILLS["dropout and more"], RELOADS["dropout and more"]
-    check(drawn(call(causal=True, dropout_p=0.1)), spills, reloads, counts_masked=True)
+    check(drawn(call(causal=True, dropout_p=0.1)), spills, reloads, selects=math.inf)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256] if FULL else [128])

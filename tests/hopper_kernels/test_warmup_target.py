@@ -23,7 +23,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from flashtile import clear_caches, cli
-from flashtile.absent_gpu import tensors_stand_for
+from flashtile.absent_gpu import current_target
 from flashtile.cli import model_calls, warmup
 from flashtile.gpu.kernels_folder import read_kernels_folder
 
@@ -117,7 +117,7 @@ def test_calls_find_the_kernels_of_a_folder_that_has_moved(
         patch.setenv("TRITON_CACHE_DIR", str(made))
         command = ["warmup", "--target=sm_90", f"--model={path}", f"--page-size={page_size}"]
         assert cli.main([*command, f"--for={purpose}"]) == 0
-    assert tensors_stand_for.gpu is None
+    assert current_target.gpu is None
     kernels = sorted(made.rename(moved).glob("*/*kernel.cubin"))
     printed = capsys.readouterr().out
     assert f"{len(kernels)} of {len(kernels)}\n" in printed

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.absent_gpu import TARGETS, tensors_stand_for
+from flashtile.absent_gpu import TARGETS, current_target
 from flashtile.backends.triton import launch, plan
 from flashtile.cli import tune
 
@@ -25,7 +25,7 @@ def test_a_candidate_is_one_launch_of_its_kernel_and_tile(
     monkeypatch.setattr(torch, "arange", lambda n, dtype, **_: arange(n, dtype=dtype))
     monkeypatch.setattr(torch, "randn", lambda *shape, device, dtype: randn(*shape, dtype=dtype))
     monkeypatch.setattr(launch, "run", lambda *_: None)
-    monkeypatch.setattr(tensors_stand_for, "gpu", TARGETS[name])
+    monkeypatch.setattr(current_target, "gpu", TARGETS[name])
     monkeypatch.setattr(tune, "TOKENS", 256)
     monkeypatch.setattr(tune, "HIDDEN", 256)
     for now in tune.in_use(name, head_dim, call):

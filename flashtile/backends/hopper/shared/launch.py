@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from ....absent_gpu import tensors_stand_for
+from ....absent_gpu import current_target
 from ....gpu.rows import at_boundary, is_aligned
 from ....lru import Memo, memoised
 from ....problem import Operands
@@ -55,7 +55,7 @@ def tile_counter(device: torch.device) -> Tensor:
     """Two zeros on the current device, which every launch resets to zero. Launches on one stream
     run one after another, so they share the counter.
     """
-    is_here = tensors_stand_for.gpu is None
+    is_here = current_target.gpu is None
     if is_here and torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, driver.active.get_current_stream(device.index)
