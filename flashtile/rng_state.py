@@ -13,33 +13,51 @@ def draw_rng_state(device: torch.device, generator: torch.Generator | None = Non
     if torch.compiler.is_compiling() and generator is None:
         drawn: Tensor = torch.ops.flashtile.draw_rng_state(device)
         return drawn
+    return _draw(device=device, generator=generator)
+
+
+def _draw(*, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define("draw_rng_state(Device device) -> Tensor")
+_library.define(
+    "draw_rng_state_again(*, Device device) -> Tensor", tags=[torch.Tag.nondeterministic_seeded]
+)
 
 
 def _draw_once(device: torch.device) -> Tensor:
-    """`draw_rng_state` in a graph: its partitioner must save the result for the backward. It takes
-    a random integer for cheap to compute again, but a second draw drops other probabilities.
+    """`draw_rng_state` in a graph: both passes must have the same result. A partitioner takes a
+    random integer for cheap to compute again, but a second draw drops other probabilities, so it
+    must save the first one. With a memory budget of 0 it saves nothing but the inputs. It then
+    draws again from the state that the generator had, provided that the draw is an op of its own:
+    inductor makes the random integers of PyTorch's ops itself, from another state.
     """
     # Both take long to import, and tracers have imported them.
     from torch._functorch import config
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
     from torch.utils.checkpoint import CheckpointPolicy
 
-    drawn = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
     mode = get_proxy_mode()
-    if mode is not None and torch.is_grad_enabled() and config.activation_memory_budget == 0:
-        raise NotImplementedError(
-            "dropout_p: got a graph with activation_memory_budget = 0, which saves nothing for the "
-            "backward and would drop other probabilities there; want a budget above 0"
-        )
-    if mode is not None:
-        node = next(iter(reversed(mode.tracer.graph.nodes)))
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if mode is None:
+        return _draw(device=device)
+    graph = mode.tracer.graph
+    has_backward = any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
+    if has_backward and config.activation_memory_budget == 0:
+        drawn: Tensor = torch.ops.flashtile.draw_rng_state_again(device=device)
+        policy = CheckpointPolicy.MUST_RECOMPUTE
+    else:
+        drawn = _draw(device=device)
+        policy = CheckpointPolicy.MUST_SAVE
+    next(iter(reversed(graph.nodes))).meta["recompute"] = policy
     return drawn
 
 
+def _drawn_shape(*, device: torch.device) -> Tensor:
+    return torch.empty(2, dtype=torch.int64, device=device)
+
+
 _library.impl("draw_rng_state", _draw_once, "CompositeImplicitAutograd")
+_library.impl("draw_rng_state_again", _draw, "BackendSelect")
+torch.library.register_fake("flashtile::draw_rng_state_again", _drawn_shape, lib=_library)

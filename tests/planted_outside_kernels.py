@@ -34,6 +34,13 @@ CPU = [
         "tests/conformance/test_options.py -k 'test_option_alone and dropout'",
     ),
     Planted(
+        "a graph that saves nothing draws dropout a second time",
+        "_draw_once",
+        "policy = CheckpointPolicy.MUST_RECOMPUTE",
+        "policy = CheckpointPolicy.PREFER_SAVE",
+        "tests/test_dropout.py -k 'computes_again and 0.0-aot'",
+    ),
+    Planted(
         "the slope of a softcap is not squared",
         "scores",
         "slope = 1.0 - S * S if want_slope else None",

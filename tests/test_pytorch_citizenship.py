@@ -75,8 +75,8 @@ def op_arguments():
 
 # Ops without a CPU kernel; on a CPU the formula is called instead.
 OPS_OF_GPUS = {"rotate_tokens"}
-# It draws random numbers, so no two calls agree; test_dropout.py compiles it.
-OPS_THAT_DRAW = {"draw_rng_state"}
+# They draw random numbers, so no two calls agree; test_dropout.py compiles them.
+OPS_THAT_DRAW = {"draw_rng_state", "draw_rng_state_again"}
 # Ops that need several ranks; tests/distributed/test_compile.py calls them.
 OPS_OF_RANKS = {"context_forward", "context_backward"}
 
