@@ -23,6 +23,19 @@ from flashtile.modules.mha import flash_attend
 
 Attend = Callable[..., Tensor]
 
+ATTENTIONS = (
+    "flashtile",
+    "sdpa",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-math",
+    "varlen",
+    "eager",
+    "flex",
+)
+ON_CUDA_ALONE = ("sdpa-cudnn", "varlen", "flex")
+WITHOUT_DROPOUT = ("varlen", "flex")
+
 
 def attention_named(name: str, context: int) -> Attend:
     """What `attn=name` gives to `GPTLMHeadModel(attend=...)`, for windows of `context` tokens."""

@@ -25,9 +25,9 @@ from rich.table import Table
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
+from .attention import ATTENTIONS
 from .curves import column, smoothed
 from .metrics import Row, read_metrics
-from .settings import ATTENTIONS
 
 FIRST_STEPS = 100  # where curves are compared; later, rounding errors have grown too much
 

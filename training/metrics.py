@@ -106,7 +106,7 @@ class Meter:
 
     def __init__(self, device: torch.device, devices: int, peak_tflops: float | None) -> None:
         self._device = device
-        peak = _known_peak(device) if peak_tflops is None else peak_tflops
+        peak = known_peak_tflops(device) if peak_tflops is None else peak_tflops
         self._peak_flops = NAN if peak is None else peak * 1e12 * devices
         self._tokens, self._flops, self._seconds, self._began = 0, 0.0, 0.0, 0.0
 
@@ -151,7 +151,8 @@ def peak_memory_mib(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _known_peak(device: torch.device) -> float | None:
+def known_peak_tflops(device: torch.device) -> float | None:
+    """The peak of `device`, if PEAK_TFLOPS has it."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -17,18 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flashtile.models.gpt import GPTConfig
 
-ATTENTIONS = (
-    "flashtile",
-    "sdpa",
-    "sdpa-flash",
-    "sdpa-cudnn",
-    "sdpa-math",
-    "varlen",
-    "eager",
-    "flex",
-)
-ON_CUDA_ALONE = ("sdpa-cudnn", "varlen", "flex")
-WITHOUT_DROPOUT = ("varlen", "flex")
+from .attention import ATTENTIONS, ON_CUDA_ALONE, WITHOUT_DROPOUT
+
 TOKENIZERS = ("bytes", "bpe")
 SCHEDULES = ("cosine", "constant")
 STRATEGIES = ("auto", "ddp", "fsdp2")

@@ -11,8 +11,10 @@ import pytest
 import torch
 from tiny_runs import settings
 
+from flashtile.models.gpt import GPTConfig
 from flashtile.testing import assert_close
-from training import memory
+from training import figures
+from training.figures import Point
 from training.settings import ATTENTIONS
 from training.train import Run
 
@@ -42,9 +44,13 @@ def test_every_attention_trains_in_bfloat16_as_the_textbook_does_in_float32(tmp_
     assert_close("losses", found, exact, plain, dtype=torch.bfloat16)
 
 
-def test_memory_is_that_of_a_run_alone(tmp_path):
-    """A large run before it in the same process does not count."""
-    small = settings(tmp_path, *PLAIN)
-    first = memory.measure(small)
-    memory.measure(settings(tmp_path, *PLAIN, "model.hidden_size=512", "model.num_layers=8"))
-    assert memory.measure(small).peak_memory_mib == pytest.approx(first.peak_memory_mib, rel=0.1)
+def test_the_figures_measure_every_attention(monkeypatch):
+    """Memory is that of each one's own steps: eager's scores do not count for the others."""
+    small = GPTConfig(hidden_size=64, num_layers=2, num_heads=2, vocab_size=512)
+    monkeypatch.setattr(figures, "model_config", lambda point, vocab: small)
+    names = ("eager", "sdpa-flash", "sdpa-cudnn", "flex", "flashtile")
+    plan = figures.Plan(names, "cuda", 512, rounds=2, steps=1, deadline=float("inf"))
+    rows = {row.attn: row for row in figures.measure(Point("speed", "tiny", 1024, 4), plan)}
+    assert [row.note for row in rows.values()] == [""] * len(names)
+    for name in names[1:]:
+        assert rows[name].peak_memory_mib < rows["eager"].peak_memory_mib / 2
