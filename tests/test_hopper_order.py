@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile.backends.hopper.backward import order as order_module
-from flashtile.backends.hopper.backward.order import (
+from flashtile.backends.hopper.backward import plan as order_module
+from flashtile.backends.hopper.backward.plan import (
     MOST_PROGRAMS,
     Model,
     Order,

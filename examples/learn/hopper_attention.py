@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.hopper.shared.intrinsics import (
+from flashtile.backends.hopper.shared.pipeline import (
     FIRST_BARRIER,
     arrive_at_barrier,
     copy_to_global,

@@ -34,15 +34,10 @@ if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
 
 from compiled_kernels import key, report
 
-from flashtile.backends.hopper.backward import buffers
 from flashtile.backends.hopper.backward import launch as backward_launch
-from flashtile.backends.hopper.backward.launch import (
-    backward_launches,
-    config_of,
-    lists_of,
-)
-from flashtile.backends.hopper.backward.order import Order
-from flashtile.backends.hopper.backward.row_kernels import round_kernel
+from flashtile.backends.hopper.backward.dq import round_kernel
+from flashtile.backends.hopper.backward.launch import backward_launches, config_of, lists_of
+from flashtile.backends.hopper.backward.plan import Order
 from flashtile.gpu.launch import Launch
 
 from .inputs import drawn
@@ -102,9 +97,8 @@ def launches_of(
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (buffers, backward_launch):
-            patch.setattr(module, "order_of_call", lambda *_: Order(parts, 1))
-        made = buffers.allocation(problem, operands).buffers()
+        patch.setattr(backward_launch, "order_of_call", lambda *_: Order(parts, 1))
+        made = backward_launch.allocation(problem, operands).buffers()
         if is_partial:
             made = made._replace(dq=torch.zeros(q.shape, dtype=dq_dtype))
         lists = lists_of(problem, config_of(problem, operands), operands)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import buffers, launch
+from flashtile.backends.hopper.backward import launch
 from flashtile.backends.hopper.backward.launch import (
     backward,
     backward_launches,
@@ -22,8 +22,7 @@ from flashtile.backends.hopper.backward.launch import (
     lists_of,
     sink_gradient,
 )
-from flashtile.backends.hopper.backward.order import Order, swizzles
-from flashtile.backends.hopper.backward.plan import leaves_keys_unseen
+from flashtile.backends.hopper.backward.plan import Order, leaves_keys_unseen, swizzles
 from flashtile.backends.hopper.shared.launch import readable
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
@@ -64,9 +63,8 @@ def gradients(
     problem = problem._replace(is_partial=add_to is not None)
     swizzle = swizzles(problem, parts, H100)[-1]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (buffers, launch):
-            patch.setattr(module, "order_of_call", lambda *_: Order(parts, swizzle))
-        found = buffers.allocation(problem, operands).buffers()
+        patch.setattr(launch, "order_of_call", lambda *_: Order(parts, swizzle))
+        found = launch.allocation(problem, operands).buffers()
         if add_to is not None:
             found = found._replace(dq=add_to)
         lists = lists_of(problem, config_of(problem, operands), operands)

@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward.order import swizzles
-from flashtile.backends.hopper.backward.plan import backward_plan, phases_of
+from flashtile.backends.hopper.backward.plan import backward_plan, phases_of, swizzles
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.gpu.hardware import H100

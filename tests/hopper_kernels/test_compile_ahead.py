@@ -21,7 +21,7 @@ from compiled_kernels import Block, key, report
 
 from flashtile.backends.hopper.forward.launch import with_lists
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
-from flashtile.backends.hopper.forward.tile_list import tile_list_kernel
+from flashtile.backends.hopper.shared.schedule import tile_list_kernel
 from flashtile.backends.hopper.shared.span_lists import span_lists_kernel, unseen_keys_kernel
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe

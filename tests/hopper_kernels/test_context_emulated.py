@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import hopper
-from flashtile.backends.hopper.backward import buffers as backward_buffers
 from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.distributed import ContextParallel
@@ -71,7 +70,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     patch(forward_path, allocate_and_run_all=run, tile_counter=counter)
     patch(backward_path, allocate_and_run_all=run, prepared_call=lambda *_: None)
     patch(forward_path, multiprocessors=lambda device: PROGRAMS)
-    patch(backward_buffers, gpu_of=lambda device: H100._replace(multiprocessors=PROGRAMS))
+    patch(backward_path, gpu_of=lambda device: H100._replace(multiprocessors=PROGRAMS))
     with as_if_on_a_gpu():
         yield passes
 

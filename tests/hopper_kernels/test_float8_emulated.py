@@ -43,7 +43,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def float8_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
-    """Those of `float8/softmax.py`, too; a thread's four neighbours are neighbours in the tile."""
+    """Those of `float8/kernel.py`, too; a thread's four neighbours are neighbours in the tile."""
     if "e4m3x2" in asm:
         numbers = args[0].as_subclass(Tensor).clamp(-448, 448).to(E4M3)
         words = torch.zeros(numbers.shape, dtype=torch.int32)

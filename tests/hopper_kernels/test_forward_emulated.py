@@ -26,7 +26,7 @@ from flashtile.backends.hopper.forward.launch import (
     with_lists,
 )
 from flashtile.backends.hopper.forward.plan import plan
-from flashtile.backends.hopper.shared.packing_order import PARTS
+from flashtile.backends.hopper.shared.schedule import PARTS
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.masks import Spans

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 KERNELS = (
     "backends.hopper.forward.kernel.forward_kernel",
     "backends.hopper.backward.kernel.backward_kernel",
-    "backends.hopper.backward.row_kernels.round_kernel",
+    "backends.hopper.backward.dq.round_kernel",
     "backends.hopper.float8.kernel.float8_kernel",
     "backends.triton.forward_pass.forward_kernel",
     "backends.triton.backward_pass.key_gradient_kernel",

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import buffers, launch, plan
+from flashtile.backends.hopper.backward import launch, plan
 from flashtile.backends.hopper.backward.launch import backward_launches
-from flashtile.backends.hopper.backward.order import Order
+from flashtile.backends.hopper.backward.plan import Order
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem
@@ -54,9 +54,8 @@ def programs(
     problem = AttentionProblem.of(operands, options)
     lse = torch.zeros(q.shape[:-1]).transpose(-2, -1).contiguous()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (buffers, launch):
-            patch.setattr(module, "order_of_call", lambda *_: Order(parts, swizzle))
-        made = buffers.allocation(problem, operands).buffers()
+        patch.setattr(launch, "order_of_call", lambda *_: Order(parts, swizzle))
+        made = launch.allocation(problem, operands).buffers()
         launches = backward_launches(problem, operands, q, lse, q, None, made, None)
     if lengths is not None:
         emulator.run(launches[0], seed=0)  # lists the tiles

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.backward import buffers, launch
+from flashtile.backends.hopper.backward import launch
 from flashtile.backends.hopper.backward.launch import backward_launches
-from flashtile.backends.hopper.backward.order import Order
-from flashtile.backends.hopper.shared.packing_order import Side, list_tiles, most_tiles
+from flashtile.backends.hopper.backward.plan import Order
+from flashtile.backends.hopper.shared.schedule import Side, list_tiles, most_tiles
 from flashtile.call.layouts import Packed
 from flashtile.call.prepare import describe
 from flashtile.problem import AttentionProblem
@@ -99,9 +99,8 @@ def test_few_programs_have_no_tile():
     problem = AttentionProblem.of(operands, options)
     lse = torch.zeros(q.shape[1], q.shape[0])
     with pytest.MonkeyPatch.context() as patch:
-        for module in (buffers, launch):
-            patch.setattr(module, "order_of_call", lambda *_: Order(1, 1))
-        made = buffers.allocation(problem, operands).buffers()
+        patch.setattr(launch, "order_of_call", lambda *_: Order(1, 1))
+        made = launch.allocation(problem, operands).buffers()
         launches = backward_launches(problem, operands, v, lse, v, None, made, None)
     blocks = sum(-(-n // 128) for n in lengths)
     heads = (q.shape[1], k.shape[1], q.shape[1])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.backends.hopper.shared.packing_order import Side, fill_spare_rows
+from flashtile.backends.hopper.shared.schedule import Side, fill_spare_rows
 
 from . import emulator
 

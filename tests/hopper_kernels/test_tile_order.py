@@ -58,14 +58,14 @@ def test_head_swizzle_of_whole_groups(heads: tuple[int, int], keys: int, swizzle
 
 def test_division_by_a_reciprocal():
     with emulator.emulated() as load_file:
-        division = load_file("flashtile.backends.hopper.shared.division")
+        schedule = load_file("flashtile.backends.hopper.shared.schedule")
     for divisor in (1, 2, 3, 7, 16, 641, 65537, 2**30 + 1, 2**31 - 1):
-        by = division.reciprocal(divisor)
+        by = schedule.reciprocal(divisor)
         last = (2**31 - 1) // divisor * divisor
         multiples = (0, divisor, last // 2 // divisor * divisor, last)
         near = (x + offset for x in multiples for offset in (-1, 0, 1))
         for x in (x for x in near if 0 <= x < 2**31):
-            found = division.divide(emulator.tile(x), divisor, by)
+            found = schedule.divide(emulator.tile(x), divisor, by)
             assert tuple(map(int, found)) == divmod(x, divisor)
 
 

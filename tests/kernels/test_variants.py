@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from compiled_kernels import key
 
 from flashtile.backends import hopper
-from flashtile.backends.hopper.backward import buffers as hopper_buffers
 from flashtile.backends.hopper.backward import launch as hopper_backward
 from flashtile.backends.hopper.forward import launch as hopper_forward
 from flashtile.backends.hopper.forward.plan import plan
@@ -34,7 +33,7 @@ MOST = 4
 @pytest.fixture(autouse=True)
 def _a_gpu_of_usual_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda device: H100.multiprocessors)
-    monkeypatch.setattr(hopper_buffers, "gpu_of", lambda device: H100)
+    monkeypatch.setattr(hopper_backward, "gpu_of", lambda device: H100)
 
 
 def triton_launches(call: Call) -> list[Launch]:
@@ -51,7 +50,7 @@ def hopper_launches(call: Call) -> list[Launch]:
     config = plan(problem)
     out, lse = (allocate() for allocate in hopper_forward.outputs(operands, config))
     counter = torch.zeros(2, dtype=torch.int32)
-    made = hopper_buffers.allocation(problem, operands).buffers()
+    made = hopper_backward.allocation(problem, operands).buffers()
     new_tiles = hopper_forward.tile_list(problem, config, operands)
     tiles = next((allocate() for allocate in new_tiles), None)
     forward = hopper_forward.forward_launch(

@@ -1,20 +1,14 @@
-"""A consumer of the backward up to 128 columns: one warpgroup, with half of a tile's keys. With
-more columns the registers do not hold dK and dV of 64 keys; see `split_consumer.py`.
+"""The consumers of the backward: up to 128 columns two with half of a tile's keys each, and above,
+where the registers do not hold dK and dV of 64 keys, one for values and one for keys.
 
 A step processes one block of queries, with transposed scores: S^T = K Q^T, dP^T = V dO^T, then
-dV += P^T dO, dK += dS^T Q and dQ = dS K. P^T and dS^T stay in the consumer's registers. dS^T also
-goes to shared memory, because dQ needs dS^T of both consumers. Each computes half of the rows or
-columns of dQ; with a tail, one computes the columns of the tile, the other those of the tail.
-
-The exponentials of a step overlap with dP^T. S^T of the next step overlaps with the end of this
-step, and so does the load of its log-sum-exp if registers allow.
-
-dQ of a step is computed in the next step, from a ring of dS^T that both consumers read, so they
-need not be in the same step. dQ goes through a ring to the writer or, with cfg.HAS_DQ_IN_REGISTERS,
-directly to memory. As in the forward, one thread releases a slot of Q or dO after the last product
-that reads it; the statistics of its rows have been used by then.
+dV += P^T dO, dK += dS^T Q and dQ = dS K. First come the parts of tiles that a consumer multiplies,
+the products and the recomputed probabilities, which all consumers share.
 """
 
+from typing import Any, NamedTuple
+
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,15 +19,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..shared.dropout import draws_of
-from ..shared.intrinsics import (
+from ....gpu.intrinsics import tanh
+from ..shared.pipeline import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
     FIRST_BARRIER,
+    accumulator,
     after_products,
     aggregate,
     arrive_alone,
     copy_to_global,
+    empty_accumulator,
     left_operand,
     opaque_zero,
     opaque_zeros,
@@ -41,35 +37,38 @@ from ..shared.intrinsics import (
     row_values,
     rows_of_heads,
     shared_rows,
+    shared_value,
     show_written,
     store_float32,
     sync_warps,
     wait_at_barrier,
     wait_cycles,
 )
-from ..shared.softmax import alibi_slope
-from ..shared.unseen import clear_numbers, clear_rows, has_cleared, kind_of_keys, kind_of_rows
-from .dq import add_at_once, put_piece
-from .part_sums import store_part
-from .products import (
-    bits_of,
-    issue_dp,
-    issue_dq,
-    issue_scores,
-    kept_by_dropout,
-    kept_probabilities,
-    own_rows,
-    probabilities,
-    products_along,
-    rows_tail,
-    rows_tile,
-    score_gradient,
-    shared_half,
-    statistic,
-    whole_tile,
+from ..shared.schedule import clear_numbers, clear_rows, has_cleared, kind_of_keys, kind_of_rows
+from ..shared.softmax import (
+    LOG2E,
+    alibi_slope,
+    bounds,
+    draws_of,
+    kept_queries,
+    load_bits,
+    masked_by_bits,
+    negative_where_dropped,
+)
+from .dq import (
+    KEY_COLUMNS,
+    add_at_once,
+    emit_pieces,
+    first_of_last,
+    last_columns,
+    piece_columns,
+    put_piece,
+    store_part,
+    value_puts,
 )
 from .schedule import (
     block_at,
+    entry_size,
     first_block_of,
     first_seeing_row,
     kept_keys,
@@ -82,6 +81,279 @@ from .schedule import (
     rows_to_mask,
     seeing_rows,
 )
+
+
+@gluon.constexpr_function
+def products_along(cfg):
+    """Number of products that cover all columns of K, each over a power of two of columns."""
+    return 1 if cfg.TAIL_D == 0 else 2
+
+
+# Parts of tiles
+
+
+class Tile(NamedTuple):
+    """A tile of K or V in shared memory."""
+
+    tile: Any  # (1, BLOCK_N, 1, columns)
+    tail: Any  # (1, BLOCK_N, 1, columns of the tail), or `tile` again
+
+
+@gluon.jit
+def whole_tile(channel, zero):
+    """K or V of the program; `zero` is opaque in a loop."""
+    return Tile(channel.tiles.index(zero), channel.tails.index(zero))
+
+
+@gluon.jit
+def rows_tile(channel, i, cfg: gl.constexpr):
+    """A block of Q or dO, (BLOCK_M, columns)."""
+    COLUMNS: gl.constexpr = channel.tiles.shape[4]
+    slot = opaque_zero(i) if channel.SLOTS == 1 else i % channel.SLOTS
+    return channel.tiles.index(slot).reshape([cfg.BLOCK_M, COLUMNS])
+
+
+@gluon.jit
+def rows_tail(channel, i, cfg: gl.constexpr):
+    """The tail of `rows_tile`, (BLOCK_M, columns)."""
+    return channel.tail(i).reshape([cfg.BLOCK_M, channel.TAIL])
+
+
+@gluon.jit
+def keys_tile(ME: gl.constexpr, tile, cfg: gl.constexpr):
+    """The rows of a tile of K or V, or of a tail, for this consumer's scores, (64, columns)."""
+    rows = tile.reshape([cfg.BLOCK_N, tile.shape[3]])
+    return rows.slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
+
+
+@gluon.jit
+def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
+    """This consumer's part of dS^T in shared memory, (64, BLOCK_M)."""
+    return tiles.index(i % 2).slice(ME * CONSUMER_ROWS, CONSUMER_ROWS)
+
+
+@gluon.jit
+def statistic(slots, i, cfg: gl.constexpr):
+    """The statistic of each row of a block, one for each column of the scores."""
+    SLOTS: gl.constexpr = slots.shape[0]
+    numbers = recast(slots.index(i % SLOTS), gl.float32, [cfg.BLOCK_M], shared_value())
+    return numbers.load(gl.SliceLayout(0, accumulator(cfg.BLOCK_M)))
+
+
+# Products
+
+
+@gluon.jit
+def multiply_along(keys, channel, i, start, HAS_START: gl.constexpr, cfg: gl.constexpr):
+    """Start `keys`, a consumer's rows of K or V, times block `i` of Q or dO transposed; with
+    HAS_START, the product is added to `start`.
+    """
+    # (64, columns) @ (columns, BLOCK_M) -> (64, BLOCK_M), which are transposed scores
+    rows = rows_tile(channel, i, cfg).permute((1, 0))
+    x = warpgroup_mma(keys.tile, rows, start, use_acc=HAS_START, is_async=True)
+    if channel.TAIL > 0:
+        rows = rows_tail(channel, i, cfg).permute((1, 0))
+        x = warpgroup_mma(keys.tail, rows, x, is_async=True)
+    return x
+
+
+@gluon.jit
+def own_rows(
+    ME: gl.constexpr, channel, zero, IS_LOADED: gl.constexpr, cfg: gl.constexpr
+):  # fmt: skip
+    """The rows of K or V and of its tail for this consumer's scores, in registers or in shared
+    memory; `zero` is as in `whole_tile`.
+    """
+    both = whole_tile(channel, zero)
+    tile = keys_tile(ME, both.tile, cfg)
+    tail = keys_tile(ME, both.tail, cfg)
+    if IS_LOADED:
+        tile = tile.load(left_operand(cfg.BLOCK_M))
+        tail = tail.load(left_operand(cfg.BLOCK_M)) if channel.TAIL > 0 else tile
+    return Tile(tile, tail)
+
+
+@gluon.jit
+def issue_scores(k, i, channels, cfg: gl.constexpr):
+    """Start S^T = K Q^T of block i; `k` is from `own_rows`."""
+    return multiply_along(k, channels.q, i, empty_accumulator(cfg.BLOCK_M), False, cfg)
+
+
+@gluon.jit
+def issue_dp(v, minus_delta, i, channels, cfg: gl.constexpr):
+    """Start dP^T - delta = V dO^T - delta of block i; `v` is from `own_rows`, `minus_delta` a
+    `statistic`.
+    """
+    # (64, BLOCK_M)
+    start = gl.expand_dims(minus_delta, 0).broadcast_to([CONSUMER_ROWS, cfg.BLOCK_M])
+    return multiply_along(v, channels.dout, i, start, True, cfg)
+
+
+@gluon.jit
+def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
+    """Start a piece of dQ = dS K: (64, `piece_columns`), number PART along the rows or columns, or
+    (64, TAIL_D), the tail's columns. dS^T is in slot `i % 2` of `tiles`.
+    """
+    COLUMNS: gl.constexpr = piece_columns(cfg)
+    columns = k.tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    ds = tiles.index(i % 2)
+    if cfg.BLOCK_M > 64:
+        ds = ds.slice(PART * CONSUMER_ROWS, CONSUMER_ROWS, dim=1)
+    elif PART * COLUMNS < cfg.BLOCK_D:
+        columns = columns.slice(PART * COLUMNS, COLUMNS, dim=1)
+    else:
+        columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
+    # (64, BLOCK_N) @ (BLOCK_N, columns) -> (64, columns)
+    zero = empty_accumulator(columns.shape[1])
+    return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
+
+
+# P, recomputed from Q K^T and the log-sum-exp.
+#
+# A block of scores is transposed, (64 keys, columns of queries): in the layout `accumulator`, a
+# thread has two keys, and two of every eight queries.
+
+
+@gluon.jit
+def probabilities(
+    s, lse_log2, keys, bits, kept, m0, slope, scale, softcap, IS_MASKED: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap. Both are
+    negative where dropout drops P.
+
+    `lse_log2` (columns,) is +inf for rows that saw no key; `m0` is the row of the first column;
+    `slope` is ALiBi's slope in base 2; `bits` are those of a block mask, and `kept` of dropout.
+    """
+    if cfg.HAS_SOFTCAP:
+        t = tanh(s * (scale / softcap))
+        exponent = t * (softcap * LOG2E) - lse_log2[None, :]
+    else:
+        exponent = s * (scale * LOG2E) - lse_log2[None, :]
+    if cfg.HAS_ALIBI:
+        distance = distances(keys.number - keys.shift - m0, s)
+        exponent = exponent - slope * gl.abs(distance).to(gl.float32)
+    if IS_MASKED:
+        if cfg.SPANS > 0:
+            exponent = masked_by_intervals(exponent, keys, m0, cfg)
+        else:
+            exponent = masked_rows(exponent, -float("inf"), keys.start - m0, keys.stop - m0, cfg)
+        if cfg.HAS_BLOCK_MASK:
+            exponent = masked_by_bits(exponent, bits)
+    # (64, BLOCK_M), as are S^T, dP^T and the factor
+    p = gl.exp2(exponent)
+    if cfg.HAS_DROPOUT:
+        p = negative_where_dropped(p, kept)
+    factor = p
+    if cfg.HAS_SOFTCAP:
+        factor = p * (1.0 - t * t)
+        if IS_MASKED and cfg.IS_PACKED:  # memory after the last row may contain NaN
+            factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
+    return p, factor
+
+
+@gluon.jit
+def kept_by_dropout(ME: gl.constexpr, m, draws, work, cfg: gl.constexpr):
+    """The bits of the scores of block `m` and a consumer's keys that dropout keeps; `m` without
+    dropout.
+    """
+    kept = m
+    if cfg.HAS_DROPOUT:
+        n0 = work.n0 + ME * CONSUMER_ROWS
+        kept = kept_queries(m * cfg.BLOCK_M, n0, draws, cfg.BLOCK_M, cfg.DROPOUT_BITS)
+    return kept
+
+
+@gluon.jit
+def kept_probabilities(p, dtype: gl.constexpr, cfg: gl.constexpr):
+    """P from `probabilities`, rounded; zero where dropout drops it."""
+    if cfg.HAS_DROPOUT:
+        p = gl.maximum(p, 0.0, tl.PropagateNan.ALL)
+    return p.to(dtype)
+
+
+@gluon.jit
+def score_gradient(factor, dp, minus_delta, cfg: gl.constexpr):
+    """dS = |factor| (dP - delta), with the factor of `probabilities`; where that is negative,
+    dropout dropped P, and dP counts as zero. `minus_delta` is (columns,).
+    """
+    if cfg.HAS_DROPOUT:
+        dp = gl.where(factor < 0.0, minus_delta[None, :], dp)
+        factor = gl.abs(factor)
+    return factor * dp
+
+
+@gluon.jit
+def bits_of(position, keys, cfg: gl.constexpr):
+    """The bits of a position of the list of a block mask, for the keys of this consumer."""
+    bits = position
+    if cfg.HAS_BLOCK_MASK:
+        tile = gl.load(keys.entries + (entry_size(cfg) * position + 1)).to(gl.int64)
+        bits = load_bits(keys.masks + tile * (cfg.BLOCK_N * cfg.BLOCK_M // 32), cfg.BLOCK_M)
+    return bits
+
+
+@gluon.jit
+def masked_by_intervals(x, keys, m0, cfg: gl.constexpr):
+    """-inf where a key is in no interval of the query of its column; `m0` is the first query."""
+    SPANS: gl.constexpr = cfg.SPANS
+    COLUMNS: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = x.type.layout
+    ptr = keys.masks + 2 * SPANS * m0 + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    key = gl.convert_layout(keys.number, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    # (64, COLUMNS)
+    visible = (key >= gl.load(ptr)[None, :]) & (key < gl.load(ptr + COLUMNS)[None, :])
+    for r in gl.static_range(1, SPANS):
+        start, stop = gl.load(ptr + 2 * r * COLUMNS), gl.load(ptr + (2 * r + 1) * COLUMNS)
+        visible = visible | ((key >= start[None, :]) & (key < stop[None, :]))
+    return gl.where(visible, x, -float("inf"))
+
+
+@gluon.jit
+def masked_rows(x, hidden, start, stop, cfg: gl.constexpr):
+    """Replace columns of `x` outside their key's [start, stop), both (64,), with `hidden`."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    # (64, COLUMNS / 8, 8)
+    by_eights = x.reshape([64, COLUMNS // 8, 8])
+    LAYOUT: gl.constexpr = by_eights.type.layout
+    eight = eights(COLUMNS, LAYOUT)
+    visible = eight >= bounds(start, LAYOUT)
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
+        visible = visible & (eight < bounds(stop, LAYOUT))
+    by_eights = gl.where(visible, by_eights, hidden)
+    return gl.convert_layout(by_eights.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def distances(bound, s):
+    """Columns minus a bound (64,), in the layout of the scores `s`."""
+    COLUMNS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.reshape([64, COLUMNS // 8, 8]).type.layout
+    d = eights(COLUMNS, LAYOUT) - bounds(bound, LAYOUT)
+    return gl.convert_layout(d.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def eights(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(1, COLUMNS / 8, 1): the first query of each eight of a block; see `softmax.eights`."""
+    COUNT: gl.constexpr = COLUMNS // 8
+    eight = 8 * gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    return eight[None, :, None]
+
+
+# A consumer up to 128 columns: one warpgroup, with half of a tile's keys. P^T and dS^T stay in the
+# consumer's registers. dS^T also goes to shared memory, because dQ needs dS^T of both consumers.
+# Each computes half of the rows or columns of dQ; with a tail, one computes the columns of the
+# tile, the other those of the tail.
+#
+# The exponentials of a step overlap with dP^T. S^T of the next step overlaps with the end of this
+# step, and so does the load of its log-sum-exp if registers allow.
+#
+# dQ of a step is computed in the next step, from a ring of dS^T that both consumers read, so they
+# need not be in the same step. dQ goes through a ring to the writer or, with
+# cfg.HAS_DQ_IN_REGISTERS, directly to memory. As in the forward, one thread releases a slot of Q or
+# dO after the last product that reads it; the statistics of its rows have been used by then.
+
 
 NO_ROW = gl.constexpr(2**30)
 
@@ -278,6 +550,7 @@ def end_of_step(
     minus_delta = factor
     if cfg.HAS_DROPOUT:  # loaded again: all warps have it when they meet, before the release
         minus_delta = statistic(channels.delta, i, cfg)
+    # (64, BLOCK_M)
     ds = score_gradient(factor, dp, minus_delta, cfg).to(dtype)
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
@@ -318,9 +591,11 @@ def add_product(left, rows, i, x, x_tail, cfg: gl.constexpr):
     """Start adding `left` (64, BLOCK_M), P^T or dS^T, times block `i` of dO or Q to dV or dK."""
     COLUMNS: gl.constexpr = rows.tiles.shape[4]
     operand = gl.convert_layout(left, left_operand(COLUMNS), assert_trivial=True)
+    # (64, BLOCK_M) @ (BLOCK_M, columns) -> (64, columns)
     x = warpgroup_mma(operand, rows_tile(rows, i, cfg), x, is_async=True)
     if rows.TAIL > 0:
         operand = gl.convert_layout(left, left_operand(rows.TAIL), assert_trivial=True)
+        # (64, BLOCK_M) @ (BLOCK_M, TAIL) -> (64, TAIL)
         x_tail = warpgroup_mma(operand, rows_tail(rows, i, cfg), x_tail, is_async=True)
     return x, x_tail
 
@@ -483,3 +758,376 @@ def store_rows(
         else:
             fence_async_shared()
             copy_to_global(desc, [work.b, row, head, COLUMN], tile)
+
+
+# The consumers above 128 columns. A tile has 64 keys. The registers of a consumer hold dV or dK of
+# all of them, but not both. So the value consumer computes S^T = K Q^T, P and dV += P^T dO, and the
+# key consumer dP^T = V dO^T, dS and dK += dS^T Q. P, with softcap times its derivative, goes
+# through shared memory in the order of the registers, because both consumers hold scores in the
+# same layout. Each consumer multiplies its P^T or dS^T from registers. dS^T is also in shared
+# memory, for dQ = dS K: the key consumer computes its first columns, the value consumer the others.
+#
+# There is one slot for P and one for dS^T, and neither needs a barrier that says it is empty:
+#
+# - P of step i + 1 is stored after dS^T of step i is full, and the key consumer has read P by then;
+# - dS^T of step i + 1 is stored after P of step i + 1 is full, and the value consumer has completed
+#   its dQ of step i by then.
+#
+# The value consumer computes S^T of the next step while the key consumer computes dS. It computes
+# the last columns of dQ, the tail or 64, in the next step, during the exponentials, which also
+# overlap with products of the key consumer. Tiles of values have as few columns as the values need.
+
+
+# Indices of the consumers: of their hardware barriers.
+VALUES = gl.constexpr(0)
+KEYS = gl.constexpr(1)
+
+
+@gluon.constexpr_function
+def exchange_layout():
+    """P, 16-bit (64, 64), in register order: eight registers of a thread of an `accumulator`, then
+    the thread, then the other registers. No two threads share a bank.
+    """
+    return gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 16],
+         [0, 32]]
+    )  # fmt: skip
+
+
+@gluon.jit
+def exchanged(channels):
+    """The slot of P."""
+    p = channels.p.tiles
+    return recast(p, p.dtype, [CONSUMER_ROWS, CONSUMER_ROWS], exchange_layout())
+
+
+@gluon.jit
+def no_sum(zero, BLOCK_D: gl.constexpr, TAIL_D: gl.constexpr):
+    """dK or dV before the first step, and its tail: a number if there is no tail."""
+    tail = zero
+    if TAIL_D > 0:
+        tail = opaque_zeros(TAIL_D)
+    return opaque_zeros(BLOCK_D), tail
+
+
+@gluon.jit
+def wait_for_sum(PENDING: gl.constexpr, x, tail, TAIL_D: gl.constexpr):
+    """Wait until at most PENDING products are in flight, and `x` and its tail are not."""
+    if TAIL_D > 0:
+        x, tail = warpgroup_mma_wait(PENDING, deps=[x, tail])
+    else:
+        x = warpgroup_mma_wait(PENDING, deps=[x])
+    return x, tail
+
+
+# The value consumer
+
+
+@gluon.jit
+def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr):
+    """dV of a tile of keys, and the last columns of its dQ."""
+    work = key_work(tile, sizes, at, mask, cfg)
+    if work.end > work.begin:
+        dv, tail = value_loop(outputs, channels, work, sizes, mask, score, cfg)
+        if cfg.IS_PARTED:
+            store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
+        else:
+            # The key consumer read dO for the last time before the last dS^T, which is full.
+            store_sum(
+                dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, sizes, cfg
+            )
+        tma.store_wait(0)
+    elif cfg.IS_PARTED and work.n0 < work.N:  # the kernel that adds the parts reads all of them
+        dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
+        store_part(0, dv, tail, cfg.TAIL_DV, outputs.plain.dv, work, sizes, at, cfg)
+    elif cfg.HAS_LISTS or cfg.RUNS > 0:  # no query sees the tile
+        dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
+        store_sum(dv, tail, channels.dout, outputs.dv, outputs.plain.dv, cfg.DV, work, sizes, cfg)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
+    """The loop over this program's query blocks that see the tile, head by head; returns dV."""
+    channels.k.acquire(0)
+    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+        kept = kept_keys(work, sizes, mask, cfg)
+        clear_slot(VALUES, channels.k, 0, kept, kind_of_keys(cfg), None, cfg)
+    dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
+    total = work.stop_step - work.first_step
+    gl.assume(total > 0)
+    channels.q.acquire(0)
+    k = own_rows(0, channels.k, 0, cfg.HAS_K_IN_REGISTERS, cfg)
+    s = issue_scores(k, 0, channels, cfg)
+    s = warpgroup_mma_wait(0, deps=[s])
+    i = 0
+    added = 0  # block of the workspace in the previous step
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
+        h = work.kv_head * sizes.group + g
+        base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
+        slope = alibi_slope(work.b, h, score, cfg)
+        draws = draws_of(work.b, h, score.dropout, cfg)
+        listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
+        keys = keys_of(0, listed, work, mask, opaque_zero(g), cfg)
+        begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
+        m = end - 1
+        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_LISTS:
+            for _ in range(full_end, end):
+                s, dv, tail, added = value_step(
+                    s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
+                    work, score, True, cfg,
+                )  # fmt: skip
+                i += 1
+                m -= 1
+        for _ in range(full_begin, full_end):
+            s, dv, tail, added = value_step(
+                s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
+                work, score, False, cfg,
+            )  # fmt: skip
+            i += 1
+            m -= 1
+        if not cfg.HAS_LISTS:
+            for _ in range(begin, full_begin):
+                s, dv, tail, added = value_step(
+                    s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
+                    work, score, True, cfg,
+                )  # fmt: skip
+                i += 1
+                m -= 1
+    LAST: gl.constexpr = first_of_last(cfg)
+    dq = issue_columns_of_dq(LAST, last_columns(cfg), whole_tile(channels.k, 0), channels, cfg)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    PUTS: gl.constexpr = value_puts(cfg)
+    staging = channels.staging.of_values
+    emit_pieces(dq, staging, LAST, i - 1, PUTS - 1, PUTS, added, outputs, cfg)
+    return dv, tail
+
+
+@gluon.jit
+def value_step(
+    s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels, work,
+    score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
+):  # fmt: skip
+    """Process one block of queries: pass P on, add to dV and dQ, compute S^T of the next block."""
+    dtype: gl.constexpr = channels.q.tiles.dtype
+    zero = opaque_zero(i)
+    all_keys = whole_tile(channels.k, zero)
+    if not cfg.HAS_K_IN_REGISTERS:
+        k = own_rows(0, channels.k, zero, False, cfg)
+    LAST: gl.constexpr = first_of_last(cfg)
+    PUTS: gl.constexpr = value_puts(cfg)
+    staging = channels.staging.of_values
+    bits = bits_of(m, keys, cfg)
+    m = block_at(m, keys.entries, cfg)
+    dq = issue_columns_of_dq(
+        LAST, last_columns(cfg), all_keys, channels, cfg
+    )  # of the previous step, if any
+    lse = statistic(channels.lse, i, cfg)
+    row = m * cfg.BLOCK_M
+    if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):  # before Q and its lse are released
+        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+        clear_slot(VALUES, channels.dout, i, rows, kind_of_rows(cfg), None, cfg)
+    kept = kept_by_dropout(0, m, draws, work, cfg)
+    p, factor = probabilities(
+        s, lse, keys, bits, kept, row, slope, score.scale, score.softcap, IS_MASKED, cfg
+    )
+    p = kept_probabilities(p, dtype, cfg)
+    if cfg.HAS_SOFTCAP or cfg.HAS_DROPOUT:
+        factor = factor.to(dtype)
+    else:
+        factor = p
+    exchanged(channels).store(factor)
+    dq = warpgroup_mma_wait(0, deps=[dq])  # the other consumer may write dS now
+    sync_warps()
+    arrive_alone(channels.p.full.index(0))
+    arrive_alone(channels.q.empty.index(i % cfg.Q_STAGES))  # S^T and all exponentials are done
+    channels.dout.acquire(i)
+    dv, tail = add_product(p, channels.dout, i, dv, tail, cfg)
+    # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
+    acquire_if(channels.q, i + 1, i + 1 < total)
+    s = issue_scores(k, i + 1, channels, cfg)
+    if i > 0:
+        emit_pieces(dq, staging, LAST, i - 1, PUTS - 1, PUTS, added, outputs, cfg)
+    dv, tail = wait_for_sum(products_along(cfg), dv, tail, cfg.TAIL_DV)
+    channels.dout.release_operand(i)
+    channels.ds.acquire(i)
+    if PUTS == 2:
+        dq = issue_columns_of_dq(KEY_COLUMNS, 64, all_keys, channels, cfg)
+        s, dq = warpgroup_mma_wait(0, deps=[s, dq])
+        emit_pieces(dq, staging, KEY_COLUMNS, i, 0, PUTS, base + m, outputs, cfg)
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
+    return s, dv, tail, base + m
+
+
+# The key consumer
+
+
+@gluon.jit
+def key_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr):
+    """dK of a tile of keys, and the first columns of its dQ."""
+    work = key_work(tile, sizes, at, mask, cfg)
+    if work.end > work.begin:
+        dk, tail = key_loop(outputs, channels, work, sizes, mask, cfg)
+        if cfg.IS_PARTED:
+            store_part(0, dk, tail, cfg.TAIL_D, outputs.plain.dk, work, sizes, at, cfg)
+        else:
+            dk = dk * score.scale
+            if cfg.TAIL_D > 0:
+                tail = tail * score.scale
+            # The value consumer read Q before the last P; a later S^T is not used.
+            store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, sizes, cfg)
+        tma.store_wait(0)
+    elif cfg.IS_PARTED and work.n0 < work.N:
+        dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
+        store_part(0, dk, tail, cfg.TAIL_D, outputs.plain.dk, work, sizes, at, cfg)
+    elif cfg.HAS_LISTS or cfg.RUNS > 0:
+        dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
+        store_sum(dk, tail, channels.q, outputs.dk, outputs.plain.dk, cfg.D, work, sizes, cfg)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
+    """The loop over this program's query blocks that see the tile, head by head; returns
+    dK / scale.
+    """
+    channels.k.acquire(0)
+    channels.v.acquire(0)
+    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+        kept = kept_keys(work, sizes, mask, cfg)
+        clear_slot(KEYS, channels.v, 0, kept, kind_of_keys(cfg), None, cfg)
+    dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
+    v = own_rows(0, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
+    dead = work.M  # with lists, any row may see no key
+    if cfg.HAS_DEAD_ROWS and not cfg.HAS_LISTS:
+        dead = first_seeing_row(work, mask, cfg)
+    i = 0
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
+        base = (work.kv_head * sizes.group + g) * sizes.blocks + work.first_block
+        listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
+        begin, _, _, end = own_blocks(g, listed, work, cfg)
+        m = end - 1
+        if cfg.IS_PACKED:  # the sequence may end in this block
+            dk, tail = key_step(
+                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
+            )  # fmt: skip
+            i += 1
+            m -= 1
+        full_begin = begin  # the blocks before it may have rows that see no key
+        if cfg.HAS_DEAD_ROWS:
+            full_begin = gl.minimum(gl.maximum(gl.cdiv(dead, cfg.BLOCK_M), begin), m + 1)
+        for _ in range(full_begin, m + 1):
+            dk, tail = key_step(
+                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, False, cfg
+            )  # fmt: skip
+            i += 1
+            m -= 1
+        if cfg.HAS_DEAD_ROWS:
+            for _ in range(begin, full_begin):
+                dk, tail = key_step(
+                    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
+                )  # fmt: skip
+                i += 1
+                m -= 1
+    return dk, tail
+
+
+@gluon.jit
+def key_step(
+    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, HAS_CLEARED: gl.constexpr,
+    cfg: gl.constexpr,
+):  # fmt: skip
+    """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
+    dtype: gl.constexpr = channels.q.tiles.dtype
+    KIND: gl.constexpr = kind_of_rows(cfg)
+    zero = opaque_zero(i)
+    m = block_at(m, listed.entries, cfg)
+    channels.dout.acquire(i)
+    if HAS_CLEARED:
+        if cfg.HAS_DEAD_ROWS and cfg.HAS_LISTS:  # the log-sum-exp comes with Q
+            channels.q.acquire(i)
+        rows = kept_rows(m, dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+        # With a sink, delta has the gradient of the log-sum-exp.
+        delta = channels.delta.index(i % cfg.DO_STAGES)
+        clear_slot(KEYS, channels.dout, i, rows, KIND, delta, cfg)
+    if not cfg.HAS_V_IN_REGISTERS:
+        v = own_rows(0, channels.v, zero, False, cfg)
+    minus_delta = statistic(channels.delta, i, cfg)
+    dp = issue_dp(v, minus_delta, i, channels, cfg)
+    channels.p.acquire(i)
+    # (64, BLOCK_M)
+    factor = exchanged(channels).load(accumulator(cfg.BLOCK_M))
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    # The product began with delta, so all warps have loaded it.
+    channels.dout.release_operand(i)
+    ds = score_gradient(factor.to(gl.float32), dp, minus_delta, cfg).to(dtype)
+    channels.ds.tiles.index(0).store(ds)
+    fence_async_shared()
+    sync_warps()
+    arrive_alone(channels.ds.full.index(0))
+    channels.q.acquire(i)
+    if HAS_CLEARED:
+        clear_slot(KEYS, channels.q, i, rows, KIND, None, cfg)
+    dk, tail = add_product(ds, channels.q, i, dk, tail, cfg)
+    dq = issue_columns_of_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
+    dk, tail = wait_for_sum(1, dk, tail, cfg.TAIL_D)
+    channels.q.release_operand(i)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    emit_pieces(dq, channels.staging.of_keys, 0, i, 0, 1, base + m, outputs, cfg)
+    return dk, tail
+
+
+# dQ
+
+
+@gluon.jit
+def issue_columns_of_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels, cfg: gl.constexpr):
+    """Start (64, COLUMNS) of dQ = dS K, the columns from FIRST, which are in the tile or are the
+    tail.
+    """
+    if FIRST < cfg.BLOCK_D:
+        columns = k.tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D]).slice(FIRST, COLUMNS, dim=1)
+    else:
+        columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
+    ds = channels.ds.tiles.index(0).permute((1, 0))
+    return warpgroup_mma(ds, columns, empty_accumulator(COLUMNS), use_acc=False, is_async=True)
+
+
+# Keys that no query sees, queries that see no key, and rows past the end of a packed sequence
+
+
+@gluon.jit
+def clear_slot(
+    ME: gl.constexpr, channel, i, kept, KIND: gl.constexpr, statistics, cfg: gl.constexpr
+):
+    """Zero the rows of slot `i` that are not kept (`schedule.Kept`), and any `statistics` of them.
+
+    Both consumers clear dO, with the same values. The value consumer also clears K, the key
+    consumer V and Q. S^T is masked there, so the value consumer may read Q before or after.
+    """
+    if has_cleared(kept, KIND, CONSUMER_ROWS):
+        channel.acquire(i)
+        clear_rows(rows_tile(channel, i, cfg), kept, KIND)
+        if channel.TAIL > 0:
+            clear_rows(rows_tail(channel, i, cfg), kept, KIND)
+        if statistics is not None:
+            clear_numbers(statistics, kept, KIND, CONSUMER_ROWS)
+        show_written(FIRST_BARRIER + 1 + ME)
+
+
+# Results
+
+
+@gluon.jit
+def store_sum(
+    x, tail, channel, described, ptr, DIM: gl.constexpr, work, sizes, cfg: gl.constexpr
+):  # fmt: skip
+    """Store dK or dV through the first slot of `channel`."""
+    row = work.n0
+    store_rows(x, channel.tiles.index(0), row, 0, described.tiles, ptr, DIM, work, sizes, cfg)
+    if channel.TAIL > 0:
+        slot = channel.tails.index(0)
+        store_rows(tail, slot, row, x.shape[1], described.tails, ptr, DIM, work, sizes, cfg)

@@ -2,13 +2,36 @@
 
 FlashAttention-2's algorithm 2 (Dao 2023) with the roles of FlashAttention-3: a program owns a tile
 of keys, or a part of its steps, so that dK and dV stay in registers, summed over the query heads of
-a group; dQ is added to memory. The producer is in this file, the consumers in `consumer.py` and
-`split_consumer.py`, the writers in `dq.py`.
+a group; dQ is added to memory. The producer is in this file, the consumers are in `consumer.py`,
+and the writers in `dq.py`.
 
-The kernels before and after this one are in `row_kernels.py`; `part_sums.py` has the last one,
-which adds parts. The first and the last are ordinary launches: each starts after everything before
-it. This kernel and the one that rounds dQ start while the previous kernel ends (programmatic
-dependent launch) and wait before they use what it writes:
+The barriers. Use `i` of a ring is in slot `i % SLOTS` and has the parity of its round,
+`i // SLOTS`: a wait for full passes it, a wait for empty the other one. k and v are filled once.
+
+| barrier | who arrives | who waits | use |
+|---|---|---|---|
+| k, v full | TMA | both consumers | 0 |
+| q full | TMA: Q and its log-sum-exp | both consumers | step |
+| q empty | both, after S^T and dK | producer | step |
+| dout full | TMA: dO and its delta | both consumers | step |
+| dout empty | both, after dP^T and dV | producer | step |
+| up to 128 columns: | | | |
+| ds full | both consumers: each stores dS^T of its keys | both, before dQ | step + 1 |
+| ds empty | both, after dQ | both, before the next dS^T | step + 1 |
+| staging full | both: each stores its piece of dQ | the writer of the step | step + 1 |
+| staging empty | the writer, after the addition has read it | both consumers | step + 1 |
+| FIRST_BARRIER | both, at the end: slots of Q and dO take dK and dV | both | once |
+| above: | | | |
+| p full | value consumer; dS^T of the last step was read | key consumer | step |
+| ds full | key consumer; P of the step was read | value consumer | step |
+| staging full, one for a writer | a consumer: one of its parts of dQ | this writer | its parts |
+| staging empty | the writer of the step | the consumer | parts so far |
+| FIRST_BARRIER + 1 + c | all warps of consumer c | the same: rows are cleared | |
+
+The kernels before and after this one are in `dq.py`. The first and the last, which adds parts, are
+ordinary launches: each starts after everything before it. This kernel and the one that rounds dQ
+start while the previous kernel ends (programmatic dependent launch) and wait before they use what
+it writes:
 
 - This kernel loads only K and V before the wait. The producer waits before it loads the statistics,
   and without them there is no dQ, so the consumers and the writers add nothing to the workspace
@@ -31,12 +54,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
-from ..shared.channels import Channel, Described, make_channel
-from ..shared.dropout import Dropout
-from ..shared.intrinsics import copy_to_shared, shared_rows
+from ..shared.pipeline import Channel, Described, copy_to_shared, make_channel, shared_rows
 from ..shared.schedule import NUMBERS, Mask, batch_of
-from ..shared.softmax import Score
-from .consumer import consumer
+from ..shared.softmax import Dropout, Score
+from .consumer import consumer, key_consumer, value_consumer
 from .dq import make_split_staging, make_staging, writer
 from .schedule import (
     block_at,
@@ -47,7 +68,6 @@ from .schedule import (
     own_steps,
     visited_block,
 )
-from .split_consumer import key_consumer, value_consumer
 
 OF_CONSUMERS = gl.constexpr(240)  # registers per thread
 OF_OTHERS = gl.constexpr(24)
@@ -91,7 +111,7 @@ class Outputs(NamedTuple):
 
 class KeyGradients(NamedTuple):
     """Pointers to dk and dv, for packed sequences; with cfg.IS_PARTED, to the sums of the parts,
-    see `part_sums.py`.
+    see `dq.store_part`.
     """
 
     dk: Any

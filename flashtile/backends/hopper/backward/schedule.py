@@ -17,19 +17,23 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..shared.division import divide, reciprocal, restored, unspecialized
-from ..shared.intrinsics import aggregate, opaque_zero
+from ..shared.pipeline import aggregate, opaque_zero
 from ..shared.schedule import (
+    Kept,
+    divide,
     first_seen_key,
     floor_to,
     key_positions,
+    kind_of_keys,
     marks_of,
     queries_before,
     queries_between,
+    reciprocal,
+    restored,
     sequence,
     swizzled_order,
+    unspecialized,
 )
-from ..shared.unseen import Kept, kind_of_keys
 
 
 @gluon.constexpr_function

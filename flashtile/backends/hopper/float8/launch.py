@@ -14,10 +14,8 @@ from ....problem import AttentionProblem, Operands
 from ..forward.launch import common_arguments, run_forward
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.launch import descriptor, in_boxes, readable
-from .consumer import Scales
-from .kernel import float8_kernel
+from .kernel import KEY_GROUP, Scales, float8_kernel
 from .plan import Float8Config, float8_plan
-from .softmax import KEY_GROUP
 
 GROUP = KEY_GROUP.value
 

@@ -21,7 +21,7 @@ from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.block_lists import BlockLists, lists_by_queries
 from ..shared.launch import descriptor, readable, sequences_of, tile_counter
-from ..shared.packing_order import PARTS, most_tiles
+from ..shared.schedule import PARTS, most_tiles, tile_list_kernel
 from ..shared.softmax import Pointers
 from ..shared.span_lists import (
     span_lists_launch,
@@ -32,7 +32,6 @@ from ..shared.span_lists import (
 )
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
-from .tile_list import tile_list_kernel
 
 
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:

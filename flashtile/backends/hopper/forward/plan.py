@@ -253,7 +253,7 @@ class KernelConfig:
     IS_ASCENDING: bool  # the KV loop visits the first block of keys first, not the last one
     RUNS: int  # of positions of a sequence, see `positions_of`; 0: tensors hold whole sequences
     IS_PARTIAL: bool  # the output is a part of a sum and stays float32
-    HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything, see `unseen.py`
+    HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything, see `schedule.Kept`
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:

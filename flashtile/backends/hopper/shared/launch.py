@@ -11,7 +11,7 @@ from ....absent_gpu import current_target
 from ....gpu.rows import at_boundary, is_aligned
 from ....lru import Memo, memoised
 from ....problem import Operands
-from .intrinsics import shared_rows
+from .pipeline import shared_rows
 from .schedule import Sequences
 
 

@@ -1,4 +1,5 @@
-"""The tile scheduler: which tile of queries is next, and which keys it sees.
+"""The tile scheduler: which tile of queries is next, which keys it sees, and which rows may hold
+anything. At the end, the kernel that orders the tiles of a packed batch.
 
 Programs are persistent, one for each multiprocessor. The producer of a program, or its scheduler,
 takes the index of its next tile from a counter that all programs share, and sends the tile to the
@@ -7,14 +8,27 @@ other roles. A program that finishes early takes more tiles, which balances long
 
 from typing import Any, NamedTuple
 
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .... import block_tiles
 from ....gpu.dropout import BLOCK_KEYS
-from .channels import number_of, put
-from .intrinsics import CONSUMER_ROWS, CONSUMER_WARPS, aggregate
-from .unseen import SPARE_MARKS
+from ....gpu.intrinsics import let_next_kernel_start
+from .pipeline import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    aggregate,
+    number_of,
+    opaque_zero,
+    put,
+    recast,
+    rows_of_heads,
+    shared_rows,
+    shared_value,
+)
 
 WORK_NUMBERS = gl.constexpr(9)  # fields of `Work`
 
@@ -253,7 +267,7 @@ def first_seen_key(b, M, N, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def marks_of(b, h, sizes, mask):
-    """The pointer to the marks of the keys of a head that no query sees: see `unseen.py`."""
+    """The pointer to the marks of the keys of a head that no query sees: see `Kept`."""
     number = b * mask.blocks.batch_step + h * mask.blocks.head_step
     return mask.blocks.unseen + number.to(gl.int64) * (sizes.N + SPARE_MARKS)
 
@@ -543,3 +557,337 @@ def batch_of(b, cu_seqlens):
     if cu_seqlens is not None:
         batch = b * 0
     return batch
+
+
+# Keys that no query of their sequence sees, and queries that see no key, may hold anything.
+#
+# Their weight is zero, but zero times NaN is NaN. So their rows in shared memory are zeroed before
+# a product sums over them: in the forward those of V, in the backward those of K, V, Q and dO. Rows
+# past the end of a packed sequence, which belong to another one or to none, are cleared likewise.
+# Consumers that share a tile write the same values, so they need not wait for each other.
+#
+# The mask rules hide the first keys of a sequence, or its first queries see nothing. A block mask
+# and spans may hide any key: before the kernel, each key gets a mark. A query that sees no key has
+# the log-sum-exp +inf in the backward.
+
+
+SPARE_MARKS = gl.constexpr(block_tiles.SPARE_MARKS)
+
+
+class Kept(NamedTuple):
+    """The rows of a tile that are not cleared. A constant KIND says which they are:
+
+    - "stop": those before `stop`;
+    - "range": those of [first, stop);
+    - "marks": those before `stop` whose mark, an int32 at the pointer `by`, is 0;
+    - "lse": those before `stop` whose log-sum-exp, in `by` (1, rows) in shared memory, is not +inf.
+    """
+
+    first: Any
+    stop: Any
+    by: Any
+
+
+@gluon.constexpr_function
+def kind_of_keys(cfg):
+    """How a kernel knows the keys that some query sees."""
+    kind = "stop"
+    if cfg.HAS_HIDDEN_KEYS:
+        kind = "marks" if cfg.HAS_LISTS or getattr(cfg, "HAS_SPAN", False) else "range"
+    return kind
+
+
+@gluon.constexpr_function
+def kind_of_rows(cfg):
+    """How the backward knows the queries that see some key."""
+    kind = "stop"
+    if cfg.HAS_DEAD_ROWS:
+        kind = "lse" if cfg.HAS_LISTS else "range"
+    return kind
+
+
+@gluon.constexpr_function
+def every_warp(rows):
+    """One number for each row, all of them in each warp: a reduction needs no shared memory."""
+    return gl.BlockedLayout([rows // 32], [32], [4], [0])
+
+
+@gluon.jit
+def has_cleared(kept, KIND: gl.constexpr, ROWS: gl.constexpr):
+    """Whether some of ROWS rows are cleared."""
+    found = kept.stop < ROWS
+    if KIND == "range":
+        found = found | (kept.first > 0)
+    elif KIND == "marks":
+        row = gl.arange(0, ROWS, layout=every_warp(ROWS))
+        found = found | (gl.max(gl.load(kept.by + row), 0) > 0)
+    elif KIND == "lse":
+        found = found | (gl.max(numbers(kept.by, ROWS).load(every_warp(ROWS)), 0) == float("inf"))
+    return found
+
+
+@gluon.jit
+def numbers(slot, ROWS: gl.constexpr):
+    """Statistics (1, ROWS) in shared memory as (ROWS,)."""
+    return recast(slot, gl.float32, [ROWS], shared_value())
+
+
+@gluon.jit
+def is_kept(i, kept, KIND: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which of the COUNT rows from `i * COUNT` on are kept."""
+    row = i * COUNT + gl.arange(0, COUNT, layout=LAYOUT)
+    keep = row < kept.stop
+    if KIND == "range":
+        keep = keep & (row >= kept.first)
+    elif KIND == "marks":
+        keep = keep & (gl.load(kept.by + row) == 0)
+    elif KIND == "lse":
+        shape: gl.constexpr = [kept.by.shape[1] // COUNT, COUNT]
+        lse = recast(kept.by, gl.float32, shape, shared_value()).index(i).load(LAYOUT)
+        keep = keep & (lse < float("inf"))
+    return keep
+
+
+@gluon.jit
+def clear_rows(x, kept, KIND: gl.constexpr, IS_UNROLLED: gl.constexpr = False):
+    """Zero the rows of the tile `x` (rows, columns) that are not kept.
+
+    Unless the loop IS_UNROLLED, the compiler does not know its length: registers for many rows at
+    once would make the loop over blocks spill, although few blocks need them.
+    """
+    WIDTH: gl.constexpr = x.shape[1] if x.shape[1] < 64 else 64
+    LAYOUT: gl.constexpr = rows_of_heads(WIDTH, CONSUMER_WARPS)
+    COUNT: gl.constexpr = 1024 // WIDTH  # rows at a time: 16 bytes for each thread
+    PARTS: gl.constexpr = x.shape[0] // COUNT
+    PIECES: gl.constexpr = x.shape[1] // WIDTH
+    SHARED: gl.constexpr = shared_rows(WIDTH, rank=2)
+    # Shared memory has 64 columns of all rows, then the next ones.
+    pieces = recast(x, x.dtype, [PIECES, x.shape[0], WIDTH], SHARED)
+    first = 0 if IS_UNROLLED else opaque_zero(kept.stop)
+    for i in range(first, PARTS * PIECES):
+        parts = recast(pieces.index(i // PARTS), x.dtype, [PARTS, COUNT, WIDTH], SHARED)
+        part = parts.index(i % PARTS)
+        old = part.load(LAYOUT)
+        keep = is_kept(i % PARTS, kept, KIND, COUNT, gl.SliceLayout(1, LAYOUT))
+        part.store(gl.where(keep[:, None], old, gl.zeros_like(old)))
+
+
+@gluon.jit
+def clear_numbers(slot, kept, KIND: gl.constexpr, ROWS: gl.constexpr):
+    """Zero the statistics of the rows that are not kept."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
+    own = numbers(slot, ROWS)
+    old = own.load(LAYOUT)
+    keep = is_kept(0, kept, KIND, ROWS, LAYOUT)
+    own.store(gl.where(keep, old, gl.zeros_like(old)))
+
+
+# Division by a number that the host knows: a multiplication and a shift (Granlund and Montgomery
+# 1994) instead of the 40 dependent instructions of a division.
+
+
+def reciprocal(divisor: int) -> int:
+    """What a kernel needs in order to divide by `divisor`, from 1 to 2**31 - 1, as a 64-bit
+    argument.
+
+    The low 32 bits are 2**shift / divisor, rounded up; the other bits are the shift. The shift is
+    so large that the rounding changes no quotient of a number below 2**31, and so small that the
+    product of such a number and the low bits has 63 bits.
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return shift << 32 | -(-(2**shift) // divisor)
+
+
+@gluon.jit
+def divide(x, divisor, by):
+    """(x // divisor, x % divisor) for 0 <= x < 2**31; `by` is the `reciprocal` of the divisor."""
+    quotient = ((x.to(gl.int64) * (by & 0xFFFFFFFF)) >> (by >> 32)).to(gl.int32)
+    return quotient, x - quotient * divisor
+
+
+# Triton specialises the numbers in a tuple, even if the kernel forbids it for its parameters: it
+# would compile other kernels for 1 and for multiples of 16.
+
+
+def unspecialized(x: int) -> int:
+    """An odd number, at least 3, that stands for `x`, from 0 to 2**62; see `restored`."""
+    return 2 * x + 3
+
+
+@gluon.jit
+def restored(x):
+    """The number from which `unspecialized` made `x`."""
+    return (x >> 1) - 1
+
+
+# The order of the tiles of a packed batch. The device makes it, since the host knows no lengths.
+#
+# A list has an entry for each tile of BLOCK rows that exists: its sequence, and its index there. An
+# entry stands for as many programs as there are heads, times the parts of a tile. The list has room
+# for the tiles of any batch of that size (`most_tiles`); the entries after the last tile have index
+# -1.
+#
+# Long loops come first. A tile loops over the other side of its sequence; the sequence with the
+# longest other side comes first. The tiles of a sequence follow from the first to the last: under a
+# causal mask, from the longest loop to the shortest. If several sequences run at the same time
+# (`together`), their tiles are merged.
+#
+# Every sequence counts the tiles before its own: neither a sort nor a second launch is needed.
+# Every entry is written even if the lengths are wrong; tiles that do not fit are dropped from the
+# end.
+#
+# The kernels write only the rows of sequences. The kernel that makes a list also fills the spare
+# rows, which belong to no sequence: those before, between and after the sequences. So no launch has
+# to fill the whole tensor. Most batches have none.
+
+
+CHUNK = tl.constexpr(256)
+FILLED = tl.constexpr(4096)  # elements that a program fills at once
+PARTS = tl.constexpr(8)  # programs that share the rows after a sequence
+
+
+class Side(NamedTuple):
+    """The lengths of all sequences, of queries or of keys."""
+
+    cu_seqlens: Any
+    seqused: Any
+    total: Any  # rows of the tensor
+    longest: Any  # bound of the length of a sequence
+
+
+def most_tiles(total: int, sequences: int, longest: int, block: int) -> int:
+    """The most tiles of `block` rows that sequences with `total` rows in all can have."""
+    return min(total // block + sequences, sequences * -(-longest // block))
+
+
+@triton.jit
+def rows_of(b, side):
+    """First row and number of rows of sequence `b`: `schedule.sequence` in plain Triton."""
+    start = b * 0
+    count = start + side.longest
+    if side.cu_seqlens is not None:
+        start = tl.minimum(tl.maximum(tl.load(side.cu_seqlens + b), 0), side.total)
+        stop = tl.minimum(tl.load(side.cu_seqlens + b + 1), side.total)
+        count = tl.minimum(tl.maximum(stop - start, 0), count)
+    if side.seqused is not None:
+        count = tl.minimum(tl.maximum(tl.load(side.seqused + b), 0), count)
+    return start, count
+
+
+@triton.jit
+def size_of(group, together, B, tiled, other, BLOCK: tl.constexpr):
+    """Number of tiles of the sequences of `group`, and the longest loop; 0 and -1 if there is no
+    such group.
+    """
+    tiles = group * 0
+    loop = group * 0 - 1
+    for k in range(together):
+        b = group * together + k
+        real = b < B
+        _, rows = rows_of(tl.minimum(b, B - 1), tiled)
+        _, length = rows_of(tl.minimum(b, B - 1), other)
+        tiles += tl.where(real, tl.cdiv(rows, BLOCK), 0)
+        loop = tl.maximum(loop, tl.where(real, length, -1))
+    return tiles, loop
+
+
+@triton.jit
+def list_tiles(b, list_ptr, length, together, B, tiled, other, BLOCK: tl.constexpr):
+    """Write the entries of sequence `b` into a list (length, 2); sequence 0 also writes the entries
+    after the last tile. `tiled` and `other` are the sides.
+    """
+    own = b // together
+    _, loop = size_of(own, together, B, tiled, other, BLOCK)
+    before = 0 * b  # tiles of the groups before this one
+    total = 0 * b
+    for start in range(0, tl.cdiv(B, together), CHUNK):
+        group = start + tl.arange(0, CHUNK)
+        tiles, found = size_of(group, together, B, tiled, other, BLOCK)
+        is_before = (found > loop) | ((found == loop) & (group < own))
+        before += tl.sum(tl.where(is_before, tiles, 0), 0)
+        total += tl.sum(tiles, 0)
+    _, rows = rows_of(b, tiled)
+    for start in range(0, tl.cdiv(rows, BLOCK), CHUNK):
+        n = start + tl.arange(0, CHUNK)
+        remaining = rows - n * BLOCK  # tiles with more rows from here on come first
+        index = before + 0 * n
+        for k in range(together):
+            member = own * together + k
+            _, count = rows_of(tl.minimum(member, B - 1), tiled)
+            more = count - remaining + tl.where(member < b, 1, 0)
+            index += tl.where(member < B, tl.cdiv(tl.maximum(more, 0), BLOCK), 0)
+        store_entries(list_ptr, index, b, n, (remaining > 0) & (index < length))
+    if b == 0:
+        for start in range(total, length, CHUNK):
+            index = start + tl.arange(0, CHUNK)
+            store_entries(list_ptr, index, b, -1, index < length)
+
+
+@triton.jit
+def store_entries(list_ptr, index, b, n, mask):
+    """Write (b, n) at each index of the list."""
+    tl.store(list_ptr + 2 * index, b + 0 * index, mask=mask)
+    tl.store(list_ptr + 2 * index + 1, n + 0 * index, mask=mask)
+
+
+@triton.jit
+def fill_spare_rows(ptr, value, runs, step, width, b, count, part, parts, B, side):
+    """Write `value` into the rows from row `count` of sequence `b` to the next sequence, and into
+    those before sequence 0.
+
+    `side` has the lengths. The tensor at `ptr`, of one sequence if the batch is dense, consists of
+    `runs` runs at multiples of `step`; in each, a row has `width` elements and rows are adjacent.
+    `parts` programs share the work.
+    """
+    start, _ = rows_of(b, side)
+    stop = start + side.longest
+    if side.cu_seqlens is not None:
+        stop = start * 0 + side.total
+        if b + 1 < B:
+            stop, _ = rows_of(b + 1, side)
+        if b == 0:
+            fill_rows(ptr, value, runs, step, width, start * 0, start, part, parts)
+    fill_rows(ptr, value, runs, step, width, start + count, stop, part, parts)
+
+
+@triton.jit
+def fill_rows(ptr, value, runs, step, width, first, stop, part, parts):
+    """Write `value` into the rows [first, stop) of all runs; one of `parts` shares."""
+    size = tl.maximum(stop - first, 0).to(tl.int64) * width
+    if size > 0:
+        ptr += first.to(tl.int64) * width
+        for _ in range(runs):
+            for offset in range(part * FILLED, size, parts * FILLED):
+                offs = offset + tl.arange(0, FILLED)
+                tl.store(ptr + offs, value, mask=offs < size)
+            ptr += step
+
+
+# The kernel before the forward if sequences can be shorter than the tensors: it lists the tiles
+# that exist and fills the spare rows of the outputs.
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "entries", "together"])
+def tile_list_kernel(
+    out_ptr, lse_ptr, entries, together, at, B, M, N, total_q, total_k, heads,
+    BLOCK_M: tl.constexpr, DV: tl.constexpr, IS_PACKED: tl.constexpr,
+):  # fmt: skip
+    """List the tiles of a sequence, and fill the rows after it: out (rows, heads, DV) with zeros,
+    the log-sum-exp with -inf; unless they are None, because the caller has filled them.
+    """
+    let_next_kernel_start()
+    b, part = tl.program_id(0), tl.program_id(1)
+    parts = tl.num_programs(1)
+    queries = Side(at.cu_seqlens_q, at.seqused_q, total_q, M)
+    keys = Side(at.cu_seqlens_k, at.seqused_k, total_k, N)
+    if part == 0:
+        list_tiles(b, at.tiles, entries, together, B, queries, keys, BLOCK_M)
+    _, count = rows_of(b, queries)
+    rows = total_q
+    if not IS_PACKED:
+        rows = M
+        out_ptr += b.to(tl.int64) * M * heads * DV
+        lse_ptr += b.to(tl.int64) * M * heads
+    if out_ptr is not None:
+        fill_spare_rows(out_ptr, 0.0, 1, 0, heads * DV, b, count, part, parts, B, queries)
+        fill_spare_rows(lse_ptr, -float("inf"), heads, rows, 1, b, count, part, parts, B, queries)
