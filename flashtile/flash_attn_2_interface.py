@@ -230,7 +230,6 @@ def _flash_attn_varlen_backward(
     )[3]
 
 
-flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

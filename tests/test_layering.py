@@ -62,7 +62,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
-    ("absent_gpu", "current_layout", "block_tiles"),
+    ("absent_gpu", "current_layout", "block_tiles", "kernel_hints"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.

@@ -78,6 +78,9 @@ class Installation:
         if self._finder is None:
             return
         sys.meta_path.remove(self._finder)
+        for library in self._finder.libraries.values():
+            if library is not None:
+                library._destroy()
         self._finder = None
         self._take_modules()
         sys.modules.update(self._hidden)
@@ -145,6 +148,7 @@ class _Finder(DistributionFinder):
 
     def __init__(self, packages: tuple[Package, ...]) -> None:
         self.packages = packages
+        self.libraries: dict[str, Any] = {}  # of operators, by namespace
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -159,7 +163,7 @@ class _Finder(DistributionFinder):
             return None
         contents = package.modules.get(fullname)
         if contents is not None:
-            loader = _Loader(contents)
+            loader = _Loader(contents, self.libraries)
             # Every module is a package, so ``from module import name`` asks this finder for a name
             # that the module lacks.
             spec = ModuleSpec(fullname, loader, origin=_OWN_NAME, is_package=True)
@@ -202,8 +206,9 @@ def _is_probe(frame: FrameType | None) -> bool:
 class _Loader(Loader):
     """Creates a module that holds names of flashtile's modules."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, libraries: dict[str, Any]) -> None:
         self.contents = contents
+        self.libraries = libraries
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module with the names of its sources."""
@@ -214,6 +219,11 @@ class _Loader(Loader):
             shown = {name: content[name] for name in names if not name.startswith("__")}
             vars(module).update(shown)
         vars(module).update(contents.constants)
+        namespace = contents.operators
+        if namespace is not None and namespace not in self.libraries:
+            from .flash_attn_ops import register
+
+            self.libraries[namespace] = register(namespace)
         module.__doc__ = f"{_OWN_NAME} instead of {module.__name__}."
         vars(module)["__getattr__"] = _missing_from(module.__name__)
 

@@ -15,6 +15,7 @@ class Contents(NamedTuple):
     sources: tuple[str, ...] = ()  # modules of flashtile, without the prefix "flashtile."
     names: tuple[str, ...] | None = None  # names to take from them; None for all
     constants: tuple[tuple[str, object], ...] = ()
+    operators: str | None = None  # namespace of torch.ops that comes with it
 
 
 class Package(NamedTuple):
@@ -52,7 +53,10 @@ FLASH_ATTN_2 = Package(
     marker="flash_attn.flash_attn_interface",
     modules={
         "flash_attn": Contents(
-            ("flash_attn_2_interface",), names=_SEVEN, constants=(("__version__", "2.8.4"),)
+            ("flash_attn_2_interface",),
+            names=_SEVEN,
+            constants=(("__version__", "2.8.4"),),
+            operators="flash_attn",
         ),
         "flash_attn.flash_attn_interface": Contents(("flash_attn_2_interface",)),
         "flash_attn_2_cuda": Contents(("flash_attn_2_cuda",)),
@@ -61,6 +65,7 @@ FLASH_ATTN_2 = Package(
             ("flash_blocksparse_attn_interface",)
         ),
         "flash_attn.layers": Contents(),
+        "flash_attn.layers.patch_embed": Contents(("layers.patch_embed",)),
         "flash_attn.layers.rotary": Contents(("layers.rotary",)),
         "flash_attn.losses": Contents(),
         "flash_attn.losses.cross_entropy": Contents(
@@ -72,12 +77,21 @@ FLASH_ATTN_2 = Package(
         "flash_attn.modules.block": Contents(("modules.block",)),
         "flash_attn.modules.embedding": Contents(("modules.embedding",)),
         "flash_attn.modules.mha": Contents(("modules.alibi", "modules.mha")),
-        "flash_attn.modules.mlp": Contents(("modules.mlp",)),
+        "flash_attn.modules.mlp": Contents(("layers.dense", "modules.mlp")),
         "flash_attn.ops": Contents(),
+        "flash_attn.ops.activations": Contents(("layers.activations",)),
+        "flash_attn.ops.fused_dense": Contents(("layers.dense", "modules.mlp")),
+        "flash_attn.ops.layer_norm": Contents(("layers.dropout_norm",)),
+        "flash_attn.ops.rms_norm": Contents(("layers.dropout_norm",)),
         "flash_attn.ops.triton": Contents(),
+        "flash_attn.ops.triton.k_activations": Contents(("layers.activations",)),
+        "flash_attn.ops.triton.layer_norm": Contents(("layers.norm",)),
+        "flash_attn.ops.triton.linear": Contents(("layers.dense",)),
+        "flash_attn.ops.triton.mlp": Contents(("layers.dense", "modules.mlp")),
         "flash_attn.ops.triton.cross_entropy": Contents(("losses.token_losses",)),
         "flash_attn.ops.triton.rotary": Contents(("layers.apply_rotary",)),
         "flash_attn.utils": Contents(),
+        "flash_attn.utils.distributed": Contents(("layers.tensor_parallel",)),
         "flash_attn.utils.generation": Contents(
             ("models.generation",), names=("InferenceParams", "sample")
         ),
@@ -89,8 +103,8 @@ FLASH_ATTN_3 = Package(
     version="3.0.0",
     marker="flash_attn_interface",
     modules={
-        "flash_attn_interface": Contents(("flash_attn_3_interface",)),
-        "flash_attn_3": Contents(constants=(("__version__", "3.0.0"),)),
+        "flash_attn_interface": Contents(("flash_attn_3_interface",), operators="flash_attn_3"),
+        "flash_attn_3": Contents(constants=(("__version__", "3.0.0"),), operators="flash_attn_3"),
         "flash_attn_3.flash_attn_interface": Contents(("flash_attn_3_interface",)),
     },
 )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernel_hints import ignored
 from .mha import MHA
 from .mlp import Mlp
 
@@ -146,6 +147,7 @@ class Block(_Layers):
             residual_in_fp32,
             {"_sequence_parallel": sequence_parallel, "_shared_params": mark_shared_params},
         )
+        ignored("Block", fused_dropout_add_ln=fused_dropout_add_ln)
         self.prenorm = prenorm
         self.return_residual = return_residual
         self.drop_path1 = StochasticDepth(drop_path1)
@@ -255,6 +257,7 @@ class ParallelBlock(_Layers):
             residual_in_fp32,
             {"_sequence_parallel": sequence_parallel, "_shared_params": mark_shared_params},
         )
+        ignored("ParallelBlock", fused_dropout_add_ln=fused_dropout_add_ln)
         self.tied_norm = tied_norm
         if tied_norm:
             del self.norm2

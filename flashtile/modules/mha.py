@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from .. import current_layout
 from ..api import attention_with_kvcache
+from ..kernel_hints import ignored
 from ..layers.rotary import RotaryEmbedding, apply_rotary_emb
+from ..layers.tensor_parallel import Group, get_dim_for_local_rank, linears, local_size
 from .alibi import alibi_slopes, get_alibi_slopes
 from .attend import Attend, WindowSize, flash_attend
 from .inference import InferenceParams
@@ -22,6 +24,7 @@ __all__ = [
     "CrossAttention",
     "FlashCrossAttention",
     "FlashSelfAttention",
+    "ParallelMHA",
     "SelfAttention",
     "flash_attend",
     "get_alibi_slopes",
@@ -248,6 +251,7 @@ class MHA(nn.Module):
         device, dtype: of the parameters.
         head_dim: ``embed_dim / num_heads`` by default.
         attend: function that computes self-attention; flashtile by default. May be changed later.
+        process_group, sequence_parallel: as in `ParallelMHA`.
 
     Raises:
         ValueError: the numbers do not fit together; the message names the argument.
@@ -282,12 +286,22 @@ class MHA(nn.Module):
         softcap: float = 0.0,
         head_dim: int | None = None,
         attend: Attend = flash_attend,
+        process_group: Group | None = None,
+        sequence_parallel: bool = True,
     ) -> None:
         super().__init__()
+        kernels = {"fused_bias_fc": fused_bias_fc, "use_flash_attn": use_flash_attn}
+        ignored(type(self).__name__, **kernels, checkpointing=checkpointing)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = _head_dim(embed_dim, num_heads, self.num_heads_kv, head_dim)
+        # Each process has whole groups of query heads with their key head.
+        group_size = num_heads // self.num_heads_kv
+        self.num_heads_kv_per_rank = local_size(self.num_heads_kv, process_group)
+        self.num_heads_per_rank = group_size * self.num_heads_kv_per_rank
+        if process_group is not None and (cross_attn or dwconv):
+            raise NotImplementedError("process_group: want None with cross_attn or dwconv")
         if rotary_emb_dim > self.head_dim:
             raise ValueError(f"rotary_emb_dim: {rotary_emb_dim} exceeds head_dim {self.head_dim}")
         self.cross_attn = cross_attn
@@ -311,17 +325,27 @@ class MHA(nn.Module):
                 device=device,
             )
         where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.process_group = process_group
+        column, row = linears(process_group, sequence_parallel)
         q_dim, kv_dim = num_heads * self.head_dim, self.num_heads_kv * self.head_dim
         if cross_attn:
             self.Wq = nn.Linear(embed_dim, q_dim, qkv_proj_bias, **where)
             self.Wkv = nn.Linear(embed_dim, 2 * kv_dim, qkv_proj_bias, **where)
         else:
-            self.Wqkv = nn.Linear(embed_dim, q_dim + 2 * kv_dim, qkv_proj_bias, **where)
+            self.Wqkv = column(
+                embed_dim,
+                q_dim + 2 * kv_dim,
+                bias=qkv_proj_bias,
+                multiple_of=(group_size + 2) * self.head_dim,
+                **where,
+            )
         if dwconv and not self._kv_apart:
             self.dwconv_qkv = _dwconv(q_dim + 2 * kv_dim, where)
         elif dwconv:
             self.dwconv_q, self.dwconv_kv = _dwconv(q_dim, where), _dwconv(2 * kv_dim, where)
-        self.out_proj = nn.Linear(q_dim, embed_dim, out_proj_bias, **where)
+        self.out_proj = row(
+            q_dim, embed_dim, bias=out_proj_bias, multiple_of=group_size * self.head_dim, **where
+        )
 
     @property
     def _kv_apart(self) -> bool:
@@ -335,7 +359,7 @@ class MHA(nn.Module):
         initialised, for `InferenceParams.key_value_memory_dict`; in the dtype of `out_proj` by
         default.
         """
-        shape = (batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim)
+        shape = (batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim)
         return self.out_proj.weight.new_empty(shape, dtype=dtype)
 
     def forward(
@@ -351,6 +375,7 @@ class MHA(nn.Module):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
         causal: bool | None = None,
+        seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
@@ -369,6 +394,8 @@ class MHA(nn.Module):
             inference_params: the cache to append to; x attends to all tokens that it then holds.
                 No gradient is recorded.
             causal: overrides the layer's own setting; not with inference_params.
+            seqlen: x is (batch * seqlen, embed_dim), or with sequence parallelism a part of these
+                rows.
 
         Returns:
             The shape of x, of `mixer_subset` if given; with return_residual (result, x).
@@ -386,6 +413,8 @@ class MHA(nn.Module):
             causal=causal,
         )
         q, k, v = self._project(x, x_kv, mixer_subset)
+        if seqlen is not None:
+            q, k, v = (part.unflatten(0, (-1, seqlen)) for part in (q, k, v))
         packing = _packing(q, cu_seqlens, max_seqlen)
         if inference_params is not None:
             out = self._attend_cached(q, k, v, inference_params)
@@ -402,7 +431,8 @@ class MHA(nn.Module):
             else:
                 q, k = self._rotate(q, k, packing, packing)
                 out = self.attend(q, k, v, **packing, **options, **_padding(key_padding_mask))
-        result = self.out_proj(out.flatten(-2))
+        out = out.flatten(-2)
+        result = self.out_proj(out if seqlen is None else out.flatten(0, 1))
         return (result, x) if self.return_residual else result
 
     def _check(self, **given: Any) -> None:
@@ -439,7 +469,8 @@ class MHA(nn.Module):
         self, x: Tensor, x_kv: Tensor | None, subset: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q (..., heads, head_dim), k and v (..., kv_heads, head_dim)."""
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_heads_kv * self.head_dim
+        heads, kv_heads = self.num_heads_per_rank, self.num_heads_kv_per_rank
+        q_dim, kv_dim = heads * self.head_dim, kv_heads * self.head_dim
         if self.cross_attn:
             q = self.Wq(x if subset is None else x[:, subset])
             kv = self.Wkv(x if x_kv is None else x_kv)
@@ -462,8 +493,17 @@ class MHA(nn.Module):
             "softcap": self.softcap,
             "softmax_scale": self.softmax_scale,
             # Computed for each call, because model.half() would round a buffer.
-            "alibi_slopes": alibi_slopes(self.num_heads, q.device) if self.use_alibi else None,
+            "alibi_slopes": self._slopes(q.device) if self.use_alibi else None,
         }
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        """ALiBi's slopes of this process's heads."""
+        slopes = alibi_slopes(self.num_heads, device)
+        if self.process_group is None:
+            return slopes
+        group_size, world = self.num_heads // self.num_heads_kv, self.process_group.size()
+        parts = (get_dim_for_local_rank(self.num_heads_kv, world, rank) for rank in range(world))
+        return slopes.split([group_size * part for part in parts])[self.process_group.rank()]
 
     def _rotate(
         self, q: Tensor, k: Tensor, packing: Packing, packing_k: Packing
@@ -520,6 +560,80 @@ class MHA(nn.Module):
             q, k_cache, v_cache, k, v, cache_seqlens=cached.lengths, **self._options(q)
         )
         return cast(Tensor, out)
+
+
+class ParallelMHA(MHA):
+    """Self-attention of which each process of a group computes some of the heads.
+
+    Args:
+        process_group: of torch.distributed.
+        sequence_parallel: x and the result are this process's part of the rows, that is of the
+            first dimension; if not, all processes have all of them.
+        embed_dim, num_heads, num_heads_kv, qkv_proj_bias, out_proj_bias, dropout, softmax_scale,
+            causal, layer_idx, rotary_emb_dim, rotary_emb_base, rotary_emb_scale_base,
+            rotary_emb_interleaved, use_alibi, window_size, use_flash_attn, checkpointing, device,
+            dtype: as in `MHA`, over all processes.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        process_group: Group,
+        num_heads_kv: int | None = None,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: WindowSize = (-1, -1),
+        use_flash_attn: bool = False,
+        checkpointing: bool = False,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            num_heads_kv,
+            qkv_proj_bias=qkv_proj_bias,
+            out_proj_bias=out_proj_bias,
+            dropout=dropout,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            layer_idx=layer_idx,
+            rotary_emb_dim=rotary_emb_dim,
+            rotary_emb_base=rotary_emb_base,
+            rotary_emb_scale_base=rotary_emb_scale_base,
+            rotary_emb_interleaved=rotary_emb_interleaved,
+            use_alibi=use_alibi,
+            window_size=window_size,
+            use_flash_attn=use_flash_attn,
+            checkpointing=checkpointing,
+            device=device,
+            dtype=dtype,
+            process_group=process_group,
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+
+    def forward(  # type: ignore[override]  # flash_attn's order
+        self,
+        x: Tensor,
+        seqlen: int | None = None,
+        inference_params: InferenceParams | None = None,
+        **options: Any,
+    ) -> Any:
+        """`MHA.forward`; the result has the shape of x."""
+        return super().forward(x, inference_params=inference_params, seqlen=seqlen, **options)
 
 
 def _dwconv(features: int, where: dict[str, Any]) -> nn.Conv1d:

@@ -1,0 +1,242 @@
+"""Linear layers that several processes share, with the names of ``flash_attn.utils.distributed``
+and ``flash_attn.ops.fused_dense``.
+
+A column-parallel layer holds some output features, a row-parallel layer some input features, so
+between the two nothing is exchanged (Shoeybi et al. 2019, "Megatron-LM",
+https://arxiv.org/abs/1909.08053). With sequence parallelism each process holds some rows of the
+first dimension outside such a pair (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+Group = Any  # torch.distributed.ProcessGroup, which is missing where PyTorch is built without it
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "all_gather",
+    "all_gather_raw",
+    "all_reduce",
+    "all_reduce_raw",
+    "allreduce_sequence_parallel_grad",
+    "get_dim_for_local_rank",
+    "reduce_scatter",
+    "reduce_scatter_raw",
+    "sync_shared_params",
+]
+
+
+def all_gather_raw(
+    input_: Tensor, process_group: Group, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    """(the processes' rows one after the other, a handle to wait for), without gradient."""
+    world = distributed.get_world_size(process_group)
+    output = input_.new_empty(world * input_.shape[0], *input_.shape[1:])
+    handle = distributed.all_gather_into_tensor(
+        output, input_.contiguous(), group=process_group, async_op=async_op
+    )
+    return output, handle
+
+
+def reduce_scatter_raw(
+    input_: Tensor, process_group: Group, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    """(this process's rows of the processes' sum, a handle to wait for), without gradient.
+
+    Raises:
+        ValueError: the rows cannot be divided equally.
+    """
+    rows, world = input_.shape[0], distributed.get_world_size(process_group)
+    if rows % world:
+        raise ValueError(f"input_: got {rows} rows, want a multiple of the {world} processes")
+    output = input_.new_empty(rows // world, *input_.shape[1:])
+    handle = distributed.reduce_scatter_tensor(
+        output, input_.contiguous(), group=process_group, async_op=async_op
+    )
+    return output, handle
+
+
+def all_reduce_raw(
+    input_: Tensor, process_group: Group, async_op: bool = False
+) -> tuple[Tensor, Any]:
+    """(the processes' sum, a handle to wait for), without gradient."""
+    output = input_.clone(memory_format=torch.contiguous_format)
+    return output, distributed.all_reduce(output, group=process_group, async_op=async_op)
+
+
+def _unchanged(x: Tensor, group: Group) -> tuple[Tensor, None]:
+    return x.view_as(x), None
+
+
+class _Collective(torch.autograd.Function):
+    """One collective, whose gradient is another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, there: Any, back: Any) -> Tensor:
+        ctx.back, ctx.group = back, group
+        return there(x, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group)[0], None, None, None
+
+
+def all_gather(input_: Tensor, process_group: Group) -> Tensor:
+    """The processes' rows one after the other."""
+    return _Collective.apply(input_, process_group, all_gather_raw, reduce_scatter_raw)
+
+
+def reduce_scatter(input_: Tensor, process_group: Group) -> Tensor:
+    """This process's rows of the processes' sum."""
+    return _Collective.apply(input_, process_group, reduce_scatter_raw, all_gather_raw)
+
+
+def all_reduce(input_: Tensor, process_group: Group) -> Tensor:
+    """The processes' sum, of which all processes go on with the same function."""
+    return _Collective.apply(input_, process_group, all_reduce_raw, _unchanged)
+
+
+def shared(x: Tensor, process_group: Group, sequence_parallel: bool) -> Tensor:
+    """The rows of all processes, or x itself if all have the same rows; the gradients of the
+    processes add up."""
+    if sequence_parallel:
+        return all_gather(x, process_group)
+    return _Collective.apply(x, process_group, _unchanged, all_reduce_raw)
+
+
+def summed(x: Tensor, process_group: Group, sequence_parallel: bool) -> Tensor:
+    """The processes' sum, or this process's rows of it."""
+    return (reduce_scatter if sequence_parallel else all_reduce)(x, process_group)
+
+
+def sync_shared_params(model: nn.Module, process_group: Group) -> None:
+    """Copy the first process's values of the parameters that are marked ``_shared_params``."""
+    first = distributed.get_global_rank(process_group, 0)
+    for parameter in _marked(model, "_shared_params"):
+        distributed.broadcast(parameter.detach(), src=first, group=process_group)
+
+
+def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Group) -> None:
+    """Add up the processes' gradients of the parameters that are marked ``_sequence_parallel``."""
+    for parameter in _marked(model, "_sequence_parallel"):
+        distributed.all_reduce(parameter.grad, group=process_group)
+
+
+def _marked(model: nn.Module, mark: str) -> list[nn.Parameter]:
+    """In the order of their names, because processes may have different parameters."""
+    named = sorted(model.named_parameters())
+    return [parameter for _, parameter in named if getattr(parameter, mark, False)]
+
+
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
+    """The part of `dim` that process `local_rank` of `world_size` holds, a multiple of
+    `multiple_of`; the first processes hold more if it cannot be divided equally."""
+    multiple = dim // multiple_of
+    return (multiple // world_size + int(local_rank < multiple % world_size)) * multiple_of
+
+
+def local_size(dim: int, process_group: Group | None, multiple_of: int = 1) -> int:
+    """`get_dim_for_local_rank` of this process; `dim` without a group."""
+    if process_group is None:
+        return dim
+    rank, world = distributed.get_rank(process_group), distributed.get_world_size(process_group)
+    return get_dim_for_local_rank(dim, world, rank, multiple_of)
+
+
+def _local_features(name: str, features: int, process_group: Group, multiple_of: int) -> int:
+    if features % multiple_of:
+        raise ValueError(f"{name}: got {features}, want a multiple of multiple_of={multiple_of}")
+    return local_size(features, process_group, multiple_of)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of which each process has some output features.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``, over all
+            processes.
+        process_group: of torch.distributed.
+        sequence_parallel: the input is this process's part of the rows.
+        multiple_of: each process's output features are a multiple of this.
+
+    Raises:
+        ValueError: out_features is no multiple of multiple_of.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        local = _local_features("out_features", out_features, process_group, multiple_of)
+        super().__init__(in_features, local, bias, device, dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., this process's output features), of all rows."""
+        return super().forward(shared(x, self.process_group, self.sequence_parallel))
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which each process has some input features; the first has the bias.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``, over all
+            processes.
+        process_group: of torch.distributed.
+        sequence_parallel: the result is this process's part of the rows.
+        multiple_of: each process's input features are a multiple of this.
+
+    Raises:
+        ValueError: in_features is no multiple of multiple_of.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        local = _local_features("in_features", in_features, process_group, multiple_of)
+        bias = bias and distributed.get_rank(process_group) == 0
+        super().__init__(local, out_features, bias, device, dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., this process's input features) -> (..., out_features)."""
+        return summed(super().forward(x), self.process_group, self.sequence_parallel)
+
+
+MakeLinear = Callable[..., nn.Linear]
+
+
+def linears(process_group: Group | None, sequence_parallel: bool) -> tuple[MakeLinear, MakeLinear]:
+    """What makes the two layers of a pair: column- and row-parallel ones if there is a group."""
+    if process_group is None:
+        return _linear, _linear
+    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    return partial(ColumnParallelLinear, **options), partial(RowParallelLinear, **options)
+
+
+def _linear(in_features: int, out_features: int, multiple_of: int = 1, **options: Any) -> nn.Linear:
+    return nn.Linear(in_features, out_features, **options)
