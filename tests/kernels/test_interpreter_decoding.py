@@ -38,7 +38,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton.splits import fastest_splits
+from flashtile.backends.triton.plan import fastest_splits
 from flashtile.ops.append.kernel import append, rotate_and_append
 from flashtile.ops.gather.kernel import gather_pages
 from flashtile.ops.merge.kernel import merge_parts

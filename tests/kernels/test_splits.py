@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from flashtile import workspace_size
-from flashtile.backends.triton.plan import plan
-from flashtile.backends.triton.splits import (
-    fastest_splits,
-    splits_of,
-)
+from flashtile.backends.triton.plan import fastest_splits, plan, splits_of
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.gpu.workspace import MOST_PART_ROWS
 from flashtile.problem import AttentionProblem, Operands, Options

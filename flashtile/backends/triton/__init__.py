@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...backend_interface import Gradients, Results, Run, RunBackward, Tensors
 from ...gpu.hardware import multiprocessors
-from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands
-from . import float8, plan, support
-from .splits import one_program_has_all_queries, splits_of
+from ...problem import FLOAT8, AttentionProblem, NewTokens, Operands, output_dtype
+from . import plan, support
+from .plan import one_program_has_all_queries, splits_of
 
 __all__ = [
     "HINTS",
@@ -33,15 +33,29 @@ HINTS = ("num_splits",)
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why this backend cannot run `problem`; empty when it can."""
-    if problem.dtype in FLOAT8:
-        return float8.unsupported_reasons(problem)
-    return support.unsupported_reasons(problem)
+    if problem.dtype not in FLOAT8:
+        return support.unsupported_reasons(problem)
+    reasons = support.unsupported_reasons(_over_float8_keys(problem))
+    not_here = {
+        "gradients": problem.needs_grad,
+        "probabilities": problem.wants_probabilities,
+    }
+    return reasons + [f"{what} (not in float8)" for what, asked in not_here.items() if asked]
+
+
+def _over_float8_keys(problem: AttentionProblem) -> AttentionProblem:
+    """The problem of float8 queries as the kernel for 16-bit queries on a float8 cache runs it.
+
+    bfloat16 holds every float8 number, so converting the queries rounds nothing. Weights stay in 16
+    bits, whereas Hopper's float8 kernel rounds them to float8.
+    """
+    return problem._replace(dtype=output_dtype(problem.dtype), has_float8_keys=True)
 
 
 def describe_plan(problem: AttentionProblem) -> str:
     """The plan as text, for `explain`."""
     if problem.dtype in FLOAT8:
-        forward_plan = describe_plan(float8.over_float8_keys(problem)).splitlines()[0]
+        forward_plan = describe_plan(_over_float8_keys(problem)).splitlines()[0]
         return f"{forward_plan}, 16-bit queries and weights with float8 keys and values"
     config = plan.plan(problem, True).split.config
     count = multiprocessors(torch.device(problem.device_type))
@@ -54,7 +68,8 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
     from . import launch
 
     if problem.dtype in FLOAT8:
-        problem, operands = float8.over_float8_keys(problem), float8.with_wide_queries(operands)
+        operands = operands._replace(q=operands.q.to(output_dtype(operands.q.dtype)))
+        problem = _over_float8_keys(problem)
     if into is not None:
         return launch.forward_into(problem, operands, into)
     return launch.forward(problem, operands)

@@ -37,7 +37,7 @@ class Sequences(NamedTuple):
     leftpad_k: Tensor | None
     cache_batch_idx: Tensor | None
     page_table: Tensor | None
-    q_runs: Tensor | None = None  # (B, RUNS, 2), see `positions.py`
+    q_runs: Tensor | None = None  # (B, RUNS, 2), see `tiles.positions_of`
     k_runs: Tensor | None = None
     # Dropout and score functions use indices of the whole call: (B, 2), the index of each sequence
     # there and its keys minus its queries; and the index of the first head.
@@ -53,7 +53,7 @@ class ScoreData(NamedTuple):
     drop_scale: float  # 1 / `dropout.keep_rate`
     alibi_ptr: Tensor | None
     alibi_batch: int
-    # Per-head scales (B, Hk) or per-block scales of float8 inputs: see `scales.py`.
+    # Per-head scales (B, Hk) or per-block scales of float8 inputs: see `cache.py`.
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -91,7 +91,7 @@ class MaskData(NamedTuple):
     """The tensors of masks.
 
     A block mask (see `masks.BlockMask`): `has_batch` and `has_heads` are 0 if it is shared over
-    that dimension, else 1. Spans (see `spans.py`), with their strides: 0 in shared dimensions.
+    that dimension, else 1. Spans (see `masks.py`), with their strides: 0 in shared dimensions.
     """
 
     kinds: Tensor | None = None
@@ -139,7 +139,7 @@ class Lengths(NamedTuple):
 
 
 class RowPositions(NamedTuple):
-    """Where the rows of a sequence stand: see `positions.py`."""
+    """Where the rows of a sequence stand: see `tiles.positions_of`."""
 
     shift: Any  # keys minus queries
     at: Any  # Sequences

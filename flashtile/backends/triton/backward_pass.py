@@ -15,18 +15,12 @@ from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
-from .exponentials import exponent_factor, exponentials, pivot_of_lse
+from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
 from .products import add_product, operand, product, product_in_halves, rounded_to_tf32
-from .spans import (
-    full_tile_of,
-    in_spans,
-    key_ranges,
-    load_intervals,
-    masked_tile_of,
-    step_counts,
-)
 from .tiles import (
     between,
+    exponent_factor,
+    exponentials,
     head_swizzle,
     in_block_mask,
     kept,
@@ -35,6 +29,7 @@ from .tiles import (
     load_rows,
     load_tile,
     masked_tile,
+    pivot_of_lse,
     product_gradient,
     query_span,
     scores_of,
@@ -59,7 +54,7 @@ def delta_kernel(
     """For every row of one head: delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and
     the log-sum-exp as the pivot of its scores.
 
-    HAS_LARGE_SCORES: zeros follow the pivots of all rows; see `row_sums.py`.
+    HAS_LARGE_SCORES: zeros follow the pivots of all rows; see `row_sums_kernel`.
     """
     out = HeadRows(out_ptr, out_batch, out_row, out_head)
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)

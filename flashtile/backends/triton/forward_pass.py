@@ -18,22 +18,25 @@ from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
 from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
-from .exponentials import as_pivot, exponent_factor, exponentials, log_sum_exp, rescaling
-from .new_tokens import append_tokens, load_queries, rotated_queries
-from .pages import load_keys, page_list
-from .products import add_product_in_halves, operand, product
-from .scales import first_key_block, head_scale, key_block_scale, query_scales
-from .spans import (
-    full_tile_of,
-    in_spans,
-    key_ranges,
-    load_intervals,
-    masked_tile_of,
-    step_counts,
+from .cache import (
+    append_tokens,
+    first_key_block,
+    head_scale,
+    key_block_scale,
+    load_keys,
+    load_queries,
+    page_list,
+    query_scales,
+    rotated_queries,
 )
+from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
+from .products import add_product_in_halves, operand, product
 from .tiles import (
     as_float16,
+    as_pivot,
     between,
+    exponent_factor,
+    exponentials,
     head_swizzle,
     in_block_mask,
     kept,
@@ -41,7 +44,9 @@ from .tiles import (
     key_span,
     list_row,
     load_columns,
+    log_sum_exp,
     query_span,
+    rescaling,
     scores_of,
     stats_count,
     stats_start,

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import linecache
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Launch
@@ -19,19 +22,22 @@ from ...gpu.rows import (
     with_adjacent_elements,
     with_aligned_rows,
 )
+from ...lru import memoised
 from ...ops.merge.kernel import merge_launch
-from ...problem import AttentionProblem, NewTokens, Operands
+from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad
 from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
-from .bias_gradient import bias_gradient_kernel
-from .block_lists import list_tiles_kernel
-from .captured_gradient import captured_gradient_kernel
-from .distance_gradient import distance_gradient_kernel
 from .forward_pass import forward_kernel
-from .plan import KernelPlan, Plan
-from .row_sums import row_sums_kernel
-from .score_function import plan_with_functions
-from .score_matrix import probabilities_kernel
+from .masks import list_tiles_kernel
+from .plan import KernelPlan, Plan, plan
+from .score_gradients import (
+    bias_gradient_kernel,
+    captured_gradient_kernel,
+    distance_gradient_kernel,
+    probabilities_kernel,
+    row_sums_kernel,
+)
+from .score_source import CAPTURED, GRADIENT, SCORE, SUMS, captured_source, kept_tiles, source_of
 from .short_sequences import short_backward_kernel, short_forward_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
@@ -50,7 +56,7 @@ class BackwardBuffers(NamedTuple):
     delta: Tensor | None = None
     pivot: Tensor | None = None  # or twice as large: see `backward_pass.delta_kernel`
     dbias: Tensor | None = None  # of short sequences, dS, which `launch.py` adds up
-    distance_sums: Tensor | None = None  # see `distance_gradient.py`
+    distance_sums: Tensor | None = None  # see `distance_gradient_kernel`
     dcaptured: Tensor | None = None  # float32, zeros
 
 
@@ -338,3 +344,55 @@ def probabilities_launch(
     m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
     grid = (problem.B * problem.Hq, m_tiles, n_tiles)
     return Launch(probabilities_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+
+
+# Score functions as functions of Triton, made from their programs.
+
+
+@memoised(256)
+def function_of(source: str) -> Any:
+    """The function of a module's source, compiled into the kernels that call it.
+
+    Triton reads the source of a function and keeps compiled kernels on disk by that source and by
+    the names of the functions in their configuration, so the name has a hash of the whole source.
+    """
+    name = f"score_{hashlib.sha256(source.encode()).hexdigest()[:20]}"
+    source = source.replace("def score(", f"def {name}(")
+    filename = f"<flashtile {name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": f"flashtile.generated.{name}", "tl": tl}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[name]
+
+
+def plan_with_functions(problem: AttentionProblem, aligned: bool) -> Plan:
+    """The plan of a call; its kernels call the score function, those of the backward also its
+    derivative.
+    """
+    planned, options = plan(problem, aligned), problem.options
+    if not options.score_mod:
+        return planned
+    forward: dict[str, Any] = {"SCORE_MOD": function_of(source_of(options.score_mod, SCORE))}
+    backward = dict(forward)
+    if options.score_mod_gradient:
+        backward["SCORE_GRADIENT"] = function_of(source_of(options.score_mod_gradient, GRADIENT))
+    bands = dict(forward)
+    if captured_needs_grad(options):
+        given = options.score_mod_gradient
+        by_difference = problem.runs == 0
+        for name, kind in (("CAPTURED_GRADIENT", CAPTURED), ("CAPTURED_SUMS", SUMS)):
+            bands[name] = function_of(captured_source(given, kind, by_difference))
+        bands["CAPTURED_KEPT"] = kept_tiles(given, by_difference)
+
+    def calling(kernel_plan: KernelPlan, functions: dict[str, Any]) -> KernelPlan:
+        return kernel_plan._replace(config=replace(kernel_plan.config, **functions))
+
+    return Plan(
+        forward=calling(planned.forward, forward),
+        split=calling(planned.split, forward),
+        keys=calling(planned.keys, backward),
+        queries=calling(planned.queries, backward),
+        values=None if planned.values is None else calling(planned.values, backward),
+        scores=calling(planned.scores, forward),
+        bands=calling(planned.bands, bands),
+    )

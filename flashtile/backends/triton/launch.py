@@ -25,7 +25,6 @@ from ...problem import (
     captured_needs_grad,
     lse_shape,
 )
-from .distance_gradient import gradients_of
 from .kernel_launches import (
     OPERANDS,
     BackwardBuffers,
@@ -33,8 +32,8 @@ from .kernel_launches import (
     forward_launches,
     probabilities_launch,
 )
-from .plan import has_large_scores, is_short, plan
-from .splits import splits_of
+from .plan import has_large_scores, is_short, plan, splits_of
+from .score_gradients import gradients_of
 
 PASS, BACKWARD = "triton forward", "triton backward"
 SINK = Operands._fields.index("sink")
@@ -193,7 +192,7 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 def _lost_factors(probs: Tensor, operands: Operands, lse: Tensor) -> Tensor:
     """(batch, heads, M): 1 over the sum of a row whose log-sum-exp is large; else 1. See
-    `row_sums.py`.
+    `row_sums_kernel`.
     """
     if operands.cu_seqlens_q is not None:
         index = torch.arange(probs.shape[2], device=lse.device)

@@ -1,20 +1,148 @@
-"""Write the program of a score function as the source of a Triton function.
+"""Write the program of a score function as the source of Triton functions.
 
 Pure Python. Every line of a program becomes one statement on tiles: indices of queries and keys are
 int32 tensors that broadcast against each other, scores are float32.
+
+First comes what can be known in advance of the numbers that a score function computes in a tile.
+The difference j - i of a query and a key decides most of what score functions read. All scores of a
+diagonal share it, and in a tile it lies between that of two corners. So kernels need not look at
+every index.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...lru import memoised
 from ...score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
-from .index_facts import Facts, is_everywhere
+
+# On what a number of a tile depends: its query, its key, and the difference of both. Without the
+# first or the second, a tile has one number for each key, or for each query.
+QUERY, KEY, DIFFERENCE = "i", "j", "d"
+Axes = frozenset[str]
+Bounds = tuple[str, str]
+
+# Integers that hold every index; narrower ones wrap around.
+_WIDE = (torch.int32, torch.int64)
+# Operations whose result has the bounds of the first argument, but for the limits given.
+_SAME = ("_to_copy", "detach", "alias", "clone")
+
+
+def is_everywhere(axes: Axes) -> bool:
+    """Whether every score of a tile may have another number."""
+    return DIFFERENCE in axes or {QUERY, KEY} <= axes
+
+
+class Facts:
+    """Facts of the numbers of a program's lines, by name."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = {line.name: line for line in lines}
+        self._axes: dict[Any, Axes] = {Name(x): frozenset(x) for x in (QUERY, KEY)}
+        self._axes |= {Name(x): frozenset((QUERY, KEY)) for x in "sg"}
+        self._slopes: dict[Any, tuple[int, int]] = {Name("i"): (1, 0), Name("j"): (0, 1)}
+        for line in lines:
+            self._learn(line)
+
+    def axes(self, x: Any) -> Axes:
+        """On what a number depends."""
+        return self._axes.get(x, frozenset())
+
+    def bounds(self, x: Any) -> Bounds | None:
+        """The least and the greatest value of an index in a tile, as expressions of `corners`; None
+        if they are not known.
+        """
+        if isinstance(x, int):
+            return f"{x}", f"{x}"
+        if x in ("i", "j"):
+            of = "row" if x == "i" else "key"
+            return f"corners.first_{of}", f"corners.last_{of}"
+        line = self._lines.get(x)
+        if line is None:
+            return None
+        if line.op == CONSTANT:
+            return self.bounds(line.arguments[0])
+        return self._bounds_of(line) if line.dtype == torch.int32 else None
+
+    def _learn(self, line: Line) -> None:
+        """The axes of a line and, if it is a multiple of i plus one of j plus a number that is the
+        same for all scores, these factors.
+        """
+        slopes = self._slope_of(line)
+        axes: Axes = frozenset().union(*(self.axes(x) for x in line.names))
+        if slopes is not None:
+            self._slopes[line.name] = slopes
+            if slopes[0] == -slopes[1] != 0:
+                axes = frozenset(DIFFERENCE)
+        self._axes[line.name] = axes
+
+    def _slope_of(self, line: Line) -> tuple[int, int] | None:
+        name = line.op.partition(".")[0]
+        if name not in ("add", "sub", "neg", *_SAME) or line.dtype not in _WIDE:
+            return None
+        known = [self._slopes.get(x, None if self.axes(x) else (0, 0)) for x in line.arguments[:2]]
+        one, *others = known
+        other = others[0] if others else (0, 0)
+        if one is None or other is None:
+            return None
+        factor = dict(line.options).get("alpha", 1)
+        if name == "add":
+            return one[0] + factor * other[0], one[1] + factor * other[1]
+        if name == "sub":
+            return one[0] - factor * other[0], one[1] - factor * other[1]
+        if name == "neg":
+            return -one[0], -one[1]
+        return one
+
+    def _bounds_of(self, line: Line) -> Bounds | None:
+        name, options = line.op.partition(".")[0], dict(line.options)
+        if options.get("alpha", 1) != 1:
+            return None
+        least, greatest = self.bounds(line.arguments[0]) or ("", "")
+        if not least:
+            return None
+        if name in _SAME:
+            return least, greatest
+        if name == "neg":
+            return f"-({greatest})", f"-({least})"
+        if name == "abs":
+            opposite = f"tl.maximum({least}, -({greatest}))"
+            return f"tl.maximum({opposite}, 0)", f"tl.maximum(-({least}), {greatest})"
+        if name in ("add", "sub"):
+            other = self.bounds(line.arguments[1])
+            if other is None:
+                return None
+            if name == "add":
+                return f"({least} + {other[0]})", f"({greatest} + {other[1]})"
+            return f"({least} - ({other[1]}))", f"({greatest} - ({other[0]}))"
+        if name in ("clamp", "clamp_min", "clamp_max"):
+            return self._limited(least, greatest, limits_of(line))
+        return None
+
+    def _limited(self, least: str, greatest: str, limits: Mapping[str, Any]) -> Bounds | None:
+        for function, limit in (("maximum", limits.get("min")), ("minimum", limits.get("max"))):
+            if limit is not None:
+                known = self.bounds(limit)
+                if known is None:
+                    return None
+                least = f"tl.{function}({least}, {known[0]})"
+                greatest = f"tl.{function}({greatest}, {known[1]})"
+        return least, greatest
+
+
+def limits_of(line: Line) -> dict[str, Any]:
+    """The arguments ``min`` and ``max`` of a `clamp`, `clamp_min` or `clamp_max`."""
+    name = line.op.partition(".")[0]
+    names = {"clamp": ("min", "max"), "clamp_min": ("min",), "clamp_max": ("max",)}[name]
+    return dict(zip(names, line.arguments[1:], strict=False)) | dict(line.options)
+
+
+# The source of a score function and of its derivative
+
 
 HEADER = """import triton
 import triton.language as tl
@@ -416,3 +544,95 @@ def _literal(x: Any, dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return f'float("{float(x)}")' if not math.isfinite(x) else repr(float(x))
     return repr(bool(x)) if dtype == torch.bool else repr(int(x))
+
+
+# Write the gradients of what a score function captures as the source of Triton functions.
+#
+# A tile of scores adds to a captured number what all scores that read it contribute. Which scores
+# share a number decides where they are added up: see `score_gradients.captured_gradient_kernel`.
+
+
+# What a function is for: to add up the gradients of a tile, and to add the sums of a band.
+CAPTURED, SUMS = "captured", "sums"
+_CAPTURED_INPUTS = {
+    CAPTURED: ("s", *INDICES, "g", "visible", "values_ptr", "integers_ptr", "total_ptr", "kept"),
+    SUMS: (*INDICES, "values_ptr", "integers_ptr", "total_ptr", "kept"),
+}
+
+
+@memoised(256)
+def captured_source(text: str, kind: str, by_difference: bool) -> str:
+    """The source of a module with the function ``score`` for a program with gradients of captured
+    values. ``total_ptr`` are the gradients of all captured values.
+
+    CAPTURED: of a tile with rows (SIDE, 1) and keys (1, SIDE), where it is ``visible``. Adds those
+    that tiles of a band share to the tiles ``kept``, which it returns, and all others to
+    ``total_ptr``. SUMS: adds the sums ``kept`` (SIDE,) of the diagonals of these tiles, for one
+    query and SIDE keys, to ``total_ptr``.
+
+    `by_difference`: rows and keys stand next to each other, so that j - i is the same for the same
+    diagonal of all tiles of a band.
+    """
+    program = parsed(text)
+    writer = Writer(program, is_branching=False)
+    if kind == CAPTURED:
+        statements = [*writer.statements(), *_additions(program, writer, by_difference)]
+    else:
+        statements = [*writer.statements(_needed(program)), *_sums(program, writer, by_difference)]
+    return module_of(statements, _CAPTURED_INPUTS[kind])
+
+
+def kept_tiles(text: str, by_difference: bool) -> int:
+    """How many tiles a program keeps for its band."""
+    program = parsed(text)
+    facts = Writer(program, is_branching=False).facts
+    return sum(_is_kept(facts.axes(line), by_difference) for line, _ in program.captured)
+
+
+def _is_kept(axes: Axes, by_difference: bool) -> bool:
+    return not axes or (by_difference and axes == {DIFFERENCE})
+
+
+def _additions(program: Program, writer: Writer, by_difference: bool) -> list[str]:
+    """Add up the gradients of a tile, each summed over what shares one in the tile."""
+    found: list[str] = []
+    kept: list[str] = []
+    for number, (line, gradient) in enumerate(program.captured):
+        x, axes = f"x{number}", writer.facts.axes(line)
+        found.append(f"{x} = tl.where(visible, {writer.spread(gradient)}, 0.0)")
+        if _is_kept(axes, by_difference):
+            kept.append(f"kept[{len(kept)}] + {x}")
+            continue
+        if axes == {QUERY}:
+            found.append(f"{x} = tl.sum({x}, 1)[:, None]")
+        elif axes == {KEY}:
+            found.append(f"{x} = tl.sum({x}, 0)[None, :]")
+        found.append(_addition(x, *writer.addresses[line]))
+    return [*found, f"return ({', '.join(kept)},)" if kept else "return kept"]
+
+
+def _sums(program: Program, writer: Writer, by_difference: bool) -> list[str]:
+    """Add the sums of the kept tiles."""
+    found, count = [], 0
+    for number, (line, _) in enumerate(program.captured):
+        x, axes = f"x{number}", writer.facts.axes(line)
+        if _is_kept(axes, by_difference):
+            sums = f"kept[{count}]"
+            found.append(f"{x} = {sums if axes else f'tl.sum({sums}, 0)'}")
+            found.append(_addition(x, *writer.addresses[line]))
+            count += 1
+    return found
+
+
+def _addition(x: str, address: str, inside: str) -> str:
+    mask = f"{inside} & ({x} != 0)" if inside else f"{x} != 0"
+    return f"tl.atomic_add(total_ptr + {address}, {x}, mask={mask})"
+
+
+def _needed(program: Program) -> set[Name]:
+    """The lines that read what the program has gradients of, and those that their indices need."""
+    needed = {line for line, _ in program.captured}
+    for line in reversed(program.lines):
+        if line.name in needed:
+            needed.update(line.names)
+    return needed

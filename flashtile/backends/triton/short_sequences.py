@@ -23,16 +23,20 @@ from ...gpu.intrinsics import reciprocal, rows_base
 from ...gpu.rows import HeadRows
 from .arguments import Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .backward_pass import drop, recompute_p
-from .exponentials import as_pivot, exponent_factor, exponentials, pivot_of_lse, rescaling
 from .forward_pass import first_sums, store_lse
 from .tiles import (
+    as_pivot,
     between,
+    exponent_factor,
+    exponentials,
     kept,
     key_span,
     load_columns,
     load_rows,
+    pivot_of_lse,
     product_gradient,
     query_span,
+    rescaling,
     scores_of,
     stats_count,
     stats_start,
@@ -119,7 +123,7 @@ def short_forward_kernel(
 @triton.jit
 def normalised(p, pivot, sink_ptr, h, score, cfg: tl.constexpr):
     """P of a whole row, divided by its sum, and log2 of that sum, (BLOCK_M,): what a large
-    log-sum-exp has lost, see `row_sums.py`.
+    log-sum-exp has lost, see `row_sums_kernel`.
     """
     row_sum = tl.sum(p, 1)[:, None]
     if sink_ptr is not None:
@@ -142,7 +146,7 @@ def short_backward_kernel(
 
     Args:
         ds_ptr: dS (B, Hq, M, N), whose sums are the gradient of a bias; or None.
-        pivot_ptr, delta_ptr: as `backward_pass.delta_kernel` and `row_sums.py` write them, for
+        pivot_ptr, delta_ptr: as `backward_pass.delta_kernel` and `row_sums_kernel` write them, for
             the kernels of other gradients; or None.
     """
     q = HeadRows(q_ptr, q_batch, q_row, q_head)

@@ -15,16 +15,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.dropout import BLOCK_KEYS, LOWER_BITS, philox_block
-from ...gpu.intrinsics import IS_INTERPRETED, load_each, tanh
-from .positions import (
-    corners_of_scores,
-    indices_of_queries,
-    indices_of_scores,
-    key_positions,
-    keys_before,
-    queries_before,
-    query_positions,
-)
+from ...gpu.intrinsics import IS_INTERPRETED, LN2, LOG2E, load_each, tanh
+from .arguments import Corners
 
 # The rows of a sequence
 
@@ -548,3 +540,192 @@ def store_rows(
     if DIM != BLOCK_DIM:
         inside = inside & (dims < DIM)
     tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=inside)
+
+
+# Where queries and keys stand in their sequence, when the tensors hold only parts of it.
+#
+# The positions of `flashtile.masks` on the GPU: a few runs describe the positions of a sequence's
+# rows, which increase from row to row. What a query sees is therefore an interval of rows of k, and
+# kernels compute it once for each tile; their loops over tiles know rows only. Without runs
+# (`cfg.RUNS` is 0) query i stands at i + N - M and key j at j, which costs nothing.
+
+
+@triton.jit
+def query_positions(rows, positions, cfg: tl.constexpr):
+    """The positions of the queries `rows`, of any shape."""
+    if cfg.RUNS > 0:
+        p = positions_of(rows, runs_of(positions.at.q_runs, positions.b, cfg), cfg)
+    else:
+        p = rows + positions.shift
+    return p
+
+
+@triton.jit
+def key_positions(keys, positions, cfg: tl.constexpr):
+    """The positions of `keys`, of any shape."""
+    if cfg.RUNS > 0:
+        j = positions_of(keys, runs_of(positions.at.k_runs, positions.b, cfg), cfg)
+    else:
+        j = keys
+    return j
+
+
+@triton.jit
+def queries_before(p, positions, M, cfg: tl.constexpr):
+    """The first query row at position `p` or later. May be outside of [0, M] without runs."""
+    if cfg.RUNS > 0:
+        row = rows_before(p, runs_of(positions.at.q_runs, positions.b, cfg), M, cfg)
+    else:
+        row = p - positions.shift
+    return row
+
+
+@triton.jit
+def keys_before(p, positions, N, cfg: tl.constexpr):
+    """The first key at position `p` or later. May be outside of [0, N] without runs."""
+    if cfg.RUNS > 0:
+        key = rows_before(p, runs_of(positions.at.k_runs, positions.b, cfg), N, cfg)
+    else:
+        key = p
+    return key
+
+
+@triton.jit
+def indices_of_queries(b, h, rows, positions, cfg: tl.constexpr):
+    """The indices of a sequence, heads and queries in the whole call, which dropout and score
+    functions use."""
+    if positions.at.numbers is not None:
+        shift = tl.load(positions.at.numbers + 2 * b + 1)
+        queries = query_positions(rows, positions, cfg) - shift
+        b = tl.load(positions.at.numbers + 2 * b)
+        h = h + positions.at.first_head
+    elif cfg.RUNS > 0:
+        queries = query_positions(rows, positions, cfg) - positions.shift
+    else:
+        queries = rows
+    return b, h, queries
+
+
+@triton.jit
+def indices_of_scores(b, h, rows, keys, positions, cfg: tl.constexpr):
+    """`indices_of_queries` with keys: what a score function gets beside the score."""
+    b, h, queries = indices_of_queries(b, h, rows, positions, cfg)
+    return b, h, queries, key_positions(keys, positions, cfg)
+
+
+@triton.jit
+def corners_of_scores(b, h, corners, positions, cfg: tl.constexpr):
+    """The least and the greatest index of a tile's queries and keys, as `indices_of_scores` numbers
+    them."""
+    _, _, first_row, first_key = indices_of_scores(
+        b, h, corners.first_row, corners.first_key, positions, cfg
+    )
+    _, _, last_row, last_key = indices_of_scores(
+        b, h, corners.last_row, corners.last_key, positions, cfg
+    )
+    return Corners(first_row, last_row, first_key, last_key)
+
+
+@triton.jit
+def runs_of(runs_ptr, b, cfg: tl.constexpr):
+    """The runs of sequence `b`: `cfg.RUNS` pairs of first row and position."""
+    return runs_ptr + b.to(tl.int64) * (2 * cfg.RUNS)
+
+
+@triton.jit
+def positions_of(rows, runs_ptr, cfg: tl.constexpr):
+    """`Positions.at`; the first run begins at row 0, and unused ones after the last row."""
+    RUNS: tl.constexpr = cfg.RUNS
+    p = rows + tl.load(runs_ptr + 1)
+    for run in tl.static_range(1, RUNS):
+        first = tl.load(runs_ptr + 2 * run)
+        p = tl.where(rows >= first, rows - first + tl.load(runs_ptr + 2 * run + 1), p)
+    return p
+
+
+@triton.jit
+def rows_before(p, runs_ptr, count, cfg: tl.constexpr):
+    """`Positions.below`, for a sequence of `count` rows."""
+    RUNS: tl.constexpr = cfg.RUNS
+    total = p * 0
+    for run in tl.static_range(RUNS):
+        stop = count
+        if run + 1 < RUNS:
+            stop = tl.minimum(tl.load(runs_ptr + 2 * run + 2), count)
+        length = tl.maximum(stop - tl.load(runs_ptr + 2 * run), 0)
+        total += tl.minimum(tl.maximum(p - tl.load(runs_ptr + 2 * run + 1), 0), length)
+    return total
+
+
+# Exponentials of scores relative to a pivot of their row: the running maximum in the forward, the
+# log-sum-exp in the backward.
+#
+# A kernel that multiplies scores only by a scale, caps them or adds ALiBi keeps pivots in base 2.
+# The exponent ``s * factor - pivot`` is then one fused multiply-add. It multiplies exactly, but the
+# pivot has been rounded, so the exponent of the largest score is off by up to half of the pivot's
+# last digit. This is nothing for scores below 2**20, and infinity for those above 2**31.
+#
+# Masks made of numbers, such as -1e30 or ``torch.finfo(dtype).min``, are that large. They come as a
+# bias or from a score function (HAS_LARGE_SCORES). Those kernels keep pivots in natural units and
+# subtract them first, which costs one more instruction for each score and is exact at the largest.
+
+
+@triton.jit
+def exponent_factor(score, cfg: tl.constexpr):
+    """The positive factor that makes the results of `scores_of` exponents of 2."""
+    factor = LOG2E
+    if cfg.IS_LINEAR:
+        factor = score.data.scale * LOG2E
+    return factor
+
+
+@triton.jit
+def as_pivot(s, factor, cfg: tl.constexpr):
+    """Scores in the units of pivots. `factor` is `exponent_factor`."""
+    if not cfg.HAS_LARGE_SCORES:
+        s = s * factor
+    return s
+
+
+@triton.jit
+def exponentials(s, pivot, factor, cfg: tl.constexpr, log_sum=None):
+    """exp(s - pivot) of results of `scores_of`, divided by 2**log_sum; `factor` is
+    `exponent_factor`.
+    """
+    if cfg.HAS_LARGE_SCORES:
+        exponent = (s - pivot) * LOG2E
+        if log_sum is not None:
+            exponent -= log_sum
+        p = tl.math.exp2(exponent)
+    else:
+        p = tl.math.exp2(s * factor - pivot)
+    return p
+
+
+@triton.jit
+def rescaling(old, new, cfg: tl.constexpr):
+    """The factor that makes sums relative to the pivot `old` relative to `new`."""
+    if cfg.HAS_LARGE_SCORES:
+        factor = tl.math.exp2((old - new) * LOG2E)
+    else:
+        factor = tl.math.exp2(old - new)
+    return factor
+
+
+@triton.jit
+def log_sum_exp(pivot, row_sum, cfg: tl.constexpr):
+    """The log-sum-exp in natural units, of a sum of exponentials relative to `pivot`."""
+    if cfg.HAS_LARGE_SCORES:
+        lse = pivot + tl.math.log2(row_sum) * LN2
+    else:
+        lse = (pivot + tl.math.log2(row_sum)) * LN2
+    return lse
+
+
+@triton.jit
+def pivot_of_lse(lse, HAS_LARGE_SCORES: tl.constexpr):
+    """A log-sum-exp as a pivot. Rows that saw no key get +inf, which makes P zero."""
+    pivot = lse
+    if not HAS_LARGE_SCORES:
+        pivot = lse * LOG2E
+    return tl.where(lse == -float("inf"), float("inf"), pivot)

@@ -1,9 +1,4 @@
-"""A decoding step: rotate the queries and append the new tokens to the cache while attending to it.
-
-One program has all queries of a key head, or, if the KV loop is split, one part of their keys. It
-appends the new tokens whose tiles it visits, and then reads them like all other keys. So no program
-reads what another one writes. The rules are those of `ops/append/formula.py`.
-"""
+"""Tiles of a cache: its pages, the tokens that a decoding step appends, and float8 scales."""
 
 from __future__ import annotations
 
@@ -12,6 +7,109 @@ import triton.language as tl
 
 from ...gpu.rows import HeadRows
 from ...ops.rotary.kernel import as_stored
+from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
+from .tiles import load_rows, load_tile
+
+# Tiles of keys and values from a paged cache, through a page table
+
+
+@triton.jit
+def page_list(lengths, b):
+    """Pointer to the page indices of sequence `b`; None without pages."""
+    pages = None
+    if lengths.at.page_table is not None:
+        pages = lengths.at.page_table + b.to(tl.int64) * lengths.page_columns
+    return pages
+
+
+@triton.jit
+def load_paged_rows(
+    x, base, pages, start, n0, count, lengths, IS_MASKED: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
+    past `count` (if IS_MASKED) and past DIM."""
+    if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile is inside one page
+        page = page_number(tl.load(pages + n0 // PAGE), lengths)
+        page_base = base + page.to(tl.int64) * x.batch
+        left = count - n0 + n0 % PAGE
+        tile = load_rows(x, page_base, n0 % PAGE, left, IS_MASKED, DIM, BLOCK, BLOCK_DIM, ALIGNMENT)
+    else:
+        offs = tl.arange(0, BLOCK)
+        dims = tl.arange(0, BLOCK_DIM)[None, :]
+        inside = n0 + offs < count
+        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # the tile consists of whole pages
+            column = n0 // PAGE + tl.arange(0, BLOCK // PAGE)
+            slot = offs % PAGE
+            is_used = column * PAGE < count
+        else:
+            row = n0 + offs
+            if lengths.at.leftpad_k is not None:
+                row += start
+            column = row // PAGE
+            slot = row % PAGE
+            is_used = inside
+        if IS_MASKED:
+            page = tl.load(pages + column, mask=is_used, other=0)
+        else:
+            page = tl.load(pages + column)
+        page = page_number(page, lengths)
+        if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # repeat each page for its rows
+            page = tl.broadcast_to(page[:, None], [BLOCK // PAGE, PAGE])
+            page = tl.reshape(page, [BLOCK])
+        pointers = (base + dims) + (slot * x.row)[:, None]
+        pointers += page_offset(page, x)[:, None]
+        pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
+        if IS_MASKED:
+            tile = tl.load(pointers, mask=inside[:, None] & (dims < DIM), other=0.0)
+        elif DIM == BLOCK_DIM:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=dims < DIM, other=0.0)
+    return tile
+
+
+@triton.jit
+def page_offset(page, x):
+    """Elements of `x` before a page, 64-bit; by a 32-bit multiplication if the stride fits."""
+    stride = page * 0 + x.batch  # Triton passes the stride in 32 or 64 bits
+    if stride.dtype == tl.int32:
+        wide = stride.to(tl.uint32).to(tl.uint64)
+        offset = (page.to(tl.uint32).to(tl.uint64) * wide).to(tl.int64)
+    else:
+        offset = page.to(tl.int64) * stride
+    return offset
+
+
+@triton.jit
+def page_number(page, lengths):
+    """A page index, clamped to the cache."""
+    return tl.minimum(tl.maximum(page, 0), lengths.total_k - 1)
+
+
+@triton.jit
+def load_keys(
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
+    if cfg.PAGE_SIZE > 0:
+        tile = load_paged_rows(
+            x, source, pages, start, n0, count, lengths, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
+            BLOCK_DIM, cfg.ALIGNMENT,
+        )  # fmt: skip
+    else:
+        tile = load_tile(source, x, n0, count, cfg, IS_MASKED, DIM, BLOCK, BLOCK_DIM, cfg.ALIGNMENT)
+    return tile
+
+
+# A decoding step: rotate the queries and append the new tokens to the cache while attending to it.
+#
+# One program has all queries of a key head, or, if the KV loop is split, one part of their keys. It
+# appends the new tokens whose tiles it visits, and then reads them like all other keys. So no
+# program reads what another one writes. The rules are those of `ops/append/formula.py`.
+
 
 # Largest tile of queries that is rotated after the append, so that its loads and those of the new
 # tokens are in flight together; taller ones would fill the registers.
@@ -176,3 +274,56 @@ def store_tokens(
     inside = stored & (dims < DIM)
     tile = as_stored(tile, own, descale_ptr, head, inside)
     tl.store(tl.multiple_of(ptr + offs + dims, [1, ALIGNMENT]), tile, mask=inside)
+
+
+# Load the scales of float8 queries, keys and values in the forward.
+#
+# A per-head scale is the same for all tiles of a KV loop. A per-block scale belongs to
+# `FLOAT8_QUERY_BLOCK` queries of a head, (B, Hq, blocks of M), or to `FLOAT8_KEY_BLOCK` keys of a
+# key head, (B, Hk, blocks of N). Blocks are counted from the start of each sequence.
+
+
+QUERY_BLOCK = tl.constexpr(FLOAT8_QUERY_BLOCK)
+KEY_BLOCK = tl.constexpr(FLOAT8_KEY_BLOCK)
+
+
+@triton.jit
+def head_scale(descale, b, kv_head, heads, cfg: tl.constexpr):
+    """The per-head scale, from (B, Hk); 1 without scales."""
+    scale = 1.0
+    if descale is not None:
+        scale = tl.load(descale + b * (heads // cfg.GROUP) + kv_head).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def query_scales(score, b, h, kv_head, rows, count, heads, lengths, cfg: tl.constexpr):
+    """The factor of every row's products: the product of the scales of q and k, a scalar; or, with
+    per-block scales, only that of q, (BLOCK_M, 1), and `key_block_scale` is another factor.
+    """
+    if score.data.q_block_descale is not None:
+        block = (b * heads + h) * tl.cdiv(lengths.M, QUERY_BLOCK) + rows // QUERY_BLOCK
+        scales = tl.load(score.data.q_block_descale + block, mask=rows < count, other=1.0)
+        scales = scales.to(tl.float32)
+    else:
+        scales = head_scale(score.data.q_descale, b, kv_head, heads, cfg)
+        scales *= head_scale(score.data.k_descale, b, kv_head, heads, cfg)
+    return scales
+
+
+@triton.jit
+def first_key_block(b, kv_head, heads, lengths, cfg: tl.constexpr):
+    """Index of the first per-block scale of a sequence's keys and values."""
+    return (b * (heads // cfg.GROUP) + kv_head) * tl.cdiv(lengths.N, KEY_BLOCK)
+
+
+@triton.jit
+def key_block_scale(descale, first, n0, BLOCK_N: tl.constexpr):
+    """The scale of the keys or values [n0, n0 + BLOCK_N), which are in one block; None without
+    per-block scales.
+    """
+    tl.static_assert(KEY_BLOCK % BLOCK_N == 0)
+    scale = None
+    if descale is not None:
+        scale = tl.load(descale + first + n0 // KEY_BLOCK).to(tl.float32)
+    return scale
