@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import ModelParallelStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from flashtile.models.gpt import GPTLMHeadModel
 
+from .hugging_face import HuggingFaceGPT2
 from .settings import TrainerSettings
 
 
@@ -49,6 +50,11 @@ def shard(model: GPTLMHeadModel, mesh: DeviceMesh, precision: str) -> GPTLMHeadM
     fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
     register_fsdp_forward_method(model, "generate")
     return model
+
+
+def blocks_of(model: GPTLMHeadModel | HuggingFaceGPT2) -> nn.ModuleList:
+    """The layers of the model."""
+    return model.transformer.layers if isinstance(model, GPTLMHeadModel) else model.blocks
 
 
 def over_processes(fabric: Fabric, tensor: Tensor, operation: str) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import math
+import os
 import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +39,7 @@ class Row:
         """The most important numbers as text, without those that were not measured."""
         numbers = {
             "loss {:.3f}": self.loss,
+            "validation perplexity {:.1f}": math.exp(min(self.validation_loss, 700.0)),
             "{:.3f} bits per byte": self.validation_bits_per_byte,
             "{:,.0f} tokens/s": self.tokens_per_second,
             "MFU {:.1%}": self.mfu,
@@ -79,6 +83,25 @@ class TensorBoardFile:
             if name != "step":
                 self._writer.add_scalar(name, value, row.step)
         self._writer.flush()
+
+
+class WandbFile:
+    """The same rows as a run of Weights & Biases, a curve for each column.
+
+    It sends nothing unless the environment says so: WANDB_MODE=online.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Begin a run, or with WANDB_RUN_ID and WANDB_RESUME continue one."""
+        # Only trainer.wandb needs the package wandb.
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        self._run = wandb.init(project="flashtile", dir=folder, config=settings, mode=mode)
+
+    def write(self, row: Row) -> None:
+        """Append one row."""
+        self._run.log(_measured(row), step=row.step)
 
 
 def _measured(row: Row) -> dict[str, float]:

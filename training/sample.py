@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning_fabric import Fabric
-
-from flashtile.models.gpt import GPTLMHeadModel
 
 from .settings import Settings
 from .tokenizer import Tokenizer
 
 
-def write_sample(
-    fabric: Fabric, model: GPTLMHeadModel, tokenizer: Tokenizer, settings: Settings
-) -> str:
+def write_sample(fabric: Fabric, model: Any, tokenizer: Tokenizer, settings: Settings) -> str:
     """The prompt of `settings.sample` with the model's continuation, up to the context.
 
     The empty string if the settings ask for no tokens.

@@ -17,11 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flashtile.models.gpt import GPTConfig
 
+from . import experiments, hugging_face
 from .attention import ATTENTIONS, ON_CUDA_ALONE, WITHOUT_DROPOUT
+from .optimization import make_schedule
 
 TOKENIZERS = ("bytes", "bpe")
-SCHEDULES = ("cosine", "constant")
 STRATEGIES = ("auto", "ddp", "fsdp2")
+LIBRARIES = ("flashtile", "transformers")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "cuda")
 
@@ -51,9 +53,11 @@ class OptimizerSettings:  # AdamW
 
 @dataclass
 class ScheduleSettings:
-    name: str = "cosine"  # one of SCHEDULES
+    name: str = "cosine"  # cosine, linear, constant, or a class of torch.optim.lr_scheduler
     warmup_steps: int = 0  # the learning rate rises linearly
-    final_share: float = 0.1  # of the peak, reached with the last step (cosine)
+    decay_steps: int | None = None  # the step that reaches the final share; null: the last one
+    final_share: float = 0.1  # of the peak (cosine, linear)
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of PyTorch's class
 
 
 @dataclass
@@ -75,7 +79,9 @@ class TrainerSettings:
     checkpoint_every: int | None = 500  # steps; the last step is kept too; null: keep none
     keep_checkpoints: int = 2
     peak_tflops: float | None = None  # of one device, for MFU; null: the known GPUs' bfloat16 peak
+    ema_decay: float | None = None  # validate an average of the weights with this decay; null: none
     tensorboard: bool = False  # event files in run_dir/tensorboard, beside metrics.csv
+    wandb: bool = False  # a run of Weights & Biases in run_dir/wandb, offline without WANDB_MODE
 
 
 @dataclass
@@ -96,6 +102,7 @@ class Settings:
     sample: SampleSettings = field(default_factory=SampleSettings)
     data_dir: str = ".data"  # where the groups of `data` look for texts
     attn: str = "flashtile"  # one of ATTENTIONS
+    library: str = "flashtile"  # whose model, one of LIBRARIES; transformers: its GPT-2
     seed: int = 0
     run_dir: str = MISSING  # metrics, checkpoints, picture and sample
     resume: bool = True  # continue the run that run_dir holds, if it holds one
@@ -103,13 +110,14 @@ class Settings:
 
 # The first entry of config/config.yaml: Hydra then knows every key and its type.
 ConfigStore.instance().store(name="schema", node=Settings)
+experiments.register()
 
 # A resumed run may change these settings; all others would affect the loss curve.
 FREE_ON_RESUME = {
     *("run_dir", "resume", "sample", "data_dir", "data.text", "data.prepared"),
     *("trainer.log_every", "trainer.validate_every", "trainer.validation_windows"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.peak_tflops"),
-    "trainer.tensorboard",
+    *("trainer.tensorboard", "trainer.wandb"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes"),
     "trainer.context_parallel",
 }
@@ -130,6 +138,7 @@ def check(settings: Settings) -> None:
     """Raise `ValueError`, naming the key, for a value that would make the run fail."""
     _check_choices(settings)
     _check_ranges(settings)
+    _check_library(settings)
     _check_model(settings)
     _check_context_parallel(settings)
     trainer = settings.trainer
@@ -151,13 +160,16 @@ def check(settings: Settings) -> None:
             f"schedule.warmup_steps: {settings.schedule.warmup_steps} is more than trainer.steps, "
             f"{trainer.steps}"
         )
+    make_schedule(settings.schedule, settings.optimizer.lr, trainer.steps)
+    if trainer.ema_decay is not None and trainer.strategy == "fsdp2":
+        raise ValueError("trainer.ema_decay: an average of sharded weights is not supported")
 
 
 def _check_choices(settings: Settings) -> None:
     for key, value, choices in (
         ("attn", settings.attn, ATTENTIONS),
+        ("library", settings.library, LIBRARIES),
         ("data.tokenizer", settings.data.tokenizer, TOKENIZERS),
-        ("schedule.name", settings.schedule.name, SCHEDULES),
         ("trainer.strategy", settings.trainer.strategy, STRATEGIES),
         ("trainer.precision", settings.trainer.precision, PRECISIONS),
         ("trainer.accelerator", settings.trainer.accelerator, ACCELERATORS),
@@ -171,11 +183,16 @@ def _check_choices(settings: Settings) -> None:
             "attn: sdpa-flash takes no mask, which hides other documents; data.packed is true "
             "(attn=varlen is the same kernel and knows documents)"
         )
-    if settings.trainer.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError(
-            "trainer.tensorboard: the package tensorboard is not installed "
-            "(pip install tensorboard)"
-        )
+    trainer = settings.trainer
+    for key, asked, package in (
+        ("trainer.tensorboard", trainer.tensorboard, "tensorboard"),
+        ("trainer.wandb", trainer.wandb, "wandb"),
+        ("library", settings.library == "transformers", "transformers"),
+    ):
+        if asked and find_spec(package) is None:
+            raise ValueError(
+                f"{key}: the package {package} is not installed (pip install {package})"
+            )
 
 
 def _check_ranges(settings: Settings) -> None:
@@ -191,7 +208,8 @@ def _check_ranges(settings: Settings) -> None:
     ]
     every = trainer.checkpoint_every
     betas_fit = len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas)
-    peak = trainer.peak_tflops
+    peak, decay = trainer.peak_tflops, trainer.ema_decay
+    decay_steps, warmup = schedule.decay_steps, schedule.warmup_steps
     share = data.validation_share
     wanted += [
         ("data.context", data.context, data.context >= 2, "at least 2"),
@@ -202,10 +220,17 @@ def _check_ranges(settings: Settings) -> None:
         ("optimizer.eps", optimizer.eps, optimizer.eps > 0, "more than 0"),
         ("optimizer.weight_decay", optimizer.weight_decay, optimizer.weight_decay >= 0, ">= 0"),
         ("optimizer.grad_clip", optimizer.grad_clip, optimizer.grad_clip >= 0, ">= 0"),
-        ("schedule.warmup_steps", schedule.warmup_steps, schedule.warmup_steps >= 0, ">= 0"),
+        ("schedule.warmup_steps", warmup, warmup >= 0, ">= 0"),
+        (
+            "schedule.decay_steps",
+            decay_steps,
+            decay_steps is None or decay_steps > warmup,
+            "more than schedule.warmup_steps",
+        ),
         ("schedule.final_share", schedule.final_share, 0 <= schedule.final_share <= 1, "0 to 1"),
         ("trainer.checkpoint_every", every, every is None or every >= 1, "at least 1"),
         ("trainer.peak_tflops", peak, peak is None or peak > 0, "more than 0"),
+        ("trainer.ema_decay", decay, decay is None or 0 <= decay < 1, "at least 0, less than 1"),
         ("sample.tokens", sample.tokens, sample.tokens >= 0, ">= 0"),
         ("sample.temperature", sample.temperature, sample.temperature > 0, "more than 0"),
         ("sample.top_k", sample.top_k, sample.top_k >= 1, "at least 1"),
@@ -241,6 +266,24 @@ def _check_context_parallel(settings: Settings) -> None:
             f"data.context: {settings.data.context} tokens are fewer than "
             f"trainer.context_parallel, {ranks}"
         )
+
+
+def _check_library(settings: Settings) -> None:
+    if settings.library != "transformers":
+        return
+    config = model_config(settings, vocab_size=settings.data.vocab_size)
+    if settings.attn not in hugging_face.ATTENTIONS:
+        names = ", ".join(hugging_face.ATTENTIONS)
+        raise ValueError(f"attn: {settings.attn!r}; library=transformers has {names}")
+    for key, value, wanted in (
+        ("data.packed", settings.data.packed, False),
+        ("trainer.context_parallel", settings.trainer.context_parallel, 1),
+    ):
+        if value != wanted:
+            raise ValueError(f"{key}: {value!r}; library=transformers has only {wanted!r}")
+    if settings.trainer.strategy == "fsdp2":
+        raise ValueError("trainer.strategy: want auto or ddp with library=transformers")
+    hugging_face.gpt2_config(config, settings.attn)
 
 
 def _check_model(settings: Settings) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from flashtile.cli.machine import provenance
 from flashtile.losses.cross_entropy import CrossEntropyLoss
@@ -31,18 +32,20 @@ from .attention import attention_named
 from .batches import Batch, read_batch, training_windows, validation_windows
 from .corpus import Corpus, prepare
 from .curves import draw_loss
-from .devices import launch, over_processes, whole
+from .devices import blocks_of, launch, over_processes, whole
+from .hugging_face import HuggingFaceGPT2
 from .metrics import (
     NAN,
     Meter,
     MetricsFile,
     Row,
     TensorBoardFile,
+    WandbFile,
     forget_peak_memory,
     peak_memory_mib,
     read_metrics,
 )
-from .optimization import learning_rate, make_optimizer
+from .optimization import make_optimizer, make_schedule
 from .sample import write_sample
 from .sequences import IGNORED, Sequences
 from .settings import Settings, differences, model_config, read_settings
@@ -91,14 +94,25 @@ class Run:
         with self.fabric.device:  # drawing a billion random numbers is fast there
             self.module = build_model(settings, self.corpus)
         if settings.trainer.compile:  # a block at a time: compiled once for all the layers
-            for block in self.module.transformer.layers:
+            for block in blocks_of(self.module):
                 block.compile()
         self.model = self.fabric.setup_module(self.module)
         self.optimizer: Any = self.fabric.setup_optimizers(
             make_optimizer(self.module, settings.optimizer)
         )
+        self.average: AveragedModel | None = None
+        if settings.trainer.ema_decay is not None:
+            averaging = get_ema_multi_avg_fn(settings.trainer.ema_decay)
+            self.average = AveragedModel(self.module, multi_avg_fn=averaging)
+        self.rate = make_schedule(settings.schedule, settings.optimizer.lr, settings.trainer.steps)
         self.step = 0
         self.restore()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        state = {"model": self.model, "optimizer": self.optimizer}
+        return state if self.average is None else state | {"average": self.average}
 
     def train(self) -> None:
         """Train to the last step, then draw the curve and write a sample."""
@@ -130,13 +144,15 @@ class Run:
                     meter.start()
         self.finish(name)
 
-    def open_files(self) -> list[MetricsFile | TensorBoardFile]:
+    def open_files(self) -> list[MetricsFile | TensorBoardFile | WandbFile]:
         """Open the files for the rows. provenance.jsonl records machine, versions and command."""
-        files: list[MetricsFile | TensorBoardFile] = [
+        files: list[MetricsFile | TensorBoardFile | WandbFile] = [
             MetricsFile(self.folder / "metrics.csv", after_step=self.step)
         ]
         if self.settings.trainer.tensorboard:
             files.append(TensorBoardFile(self.folder / "tensorboard", after_step=self.step))
+        if self.settings.trainer.wandb:
+            files.append(WandbFile(self.folder, dataclasses.asdict(self.settings)))
         command = shlex.join(["python", "-m", "training.train", *sys.argv[1:]])
         start = {"first_step": self.step, "devices": self.fabric.world_size}
         line = provenance(str(self.fabric.device), command) | start
@@ -147,9 +163,8 @@ class Run:
     def train_step(self) -> tuple[Tensor, Tensor, float]:
         """One step of the optimizer: mean loss, gradient norm, model FLOPs of all devices."""
         settings, fabric, trainer = self.settings, self.fabric, self.settings.trainer
-        rate = learning_rate(self.step, trainer.steps, settings.optimizer.lr, settings.schedule)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate(self.step)
         self.model.train()
         passes = trainer.batch_size // (trainer.micro_batch_size * self.sequences.replicas)
         total, flops = torch.zeros((), device=fabric.device), 0.0
@@ -170,6 +185,8 @@ class Run:
         assert norm is not None  # it is for other ways of clipping
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update_parameters(self.module)
         self.step += 1
         return over_processes(fabric, total, "mean"), whole(norm), flops * self.sequences.replicas
 
@@ -187,14 +204,14 @@ class Run:
         """The mean cross-entropy of the next tokens, in nats; with context parallelism this
         process's share of it."""
         if self.sequences.ranks == 1:
-            return self.loss_of(batch, "mean")
+            return self.loss_of(self.model, batch, "mean")
         part, block = self.sequences.own_part(batch)
         with block:
-            return self.sequences.share_of_mean(self.loss_of(part, "sum"), batch)
+            return self.sequences.share_of_mean(self.loss_of(self.model, part, "sum"), batch)
 
-    def loss_of(self, batch: Batch, reduction: str) -> Tensor:
+    def loss_of(self, model: nn.Module, batch: Batch, reduction: str) -> Tensor:
         """The mean or the sum of the cross-entropy over the tokens of `batch`."""
-        return self.model(
+        return model(
             batch.input_ids,
             targets=batch.targets,
             loss=CrossEntropyLoss(ignore_index=IGNORED, reduction=reduction),
@@ -204,19 +221,23 @@ class Run:
 
     @torch.no_grad()
     def validate(self) -> tuple[float, float]:
-        """(nats a token, bits a byte) of the held-out text, each window read once."""
+        """(nats a token, bits a byte) of the held-out text, each window read once.
+
+        Of the averaged weights, if there are any.
+        """
         data, trainer, fabric = self.settings.data, self.settings.trainer, self.fabric
         stream, starts = self.corpus.validation, self.held_out
         together = trainer.micro_batch_size * self.sequences.replicas
-        self.model.eval()
+        model = self.model if self.average is None else self.average
+        model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=fabric.device)  # nats, tokens, bytes
         for first in range(0, len(starts), together):
             mine = first + self.sequences.replica * trainer.micro_batch_size
             chosen = starts[mine : mine + trainer.micro_batch_size]
             batch = read_batch(stream, chosen, data.context, data.packed).to(fabric.device)
             part, block = self.sequences.own_part(batch)
-            with block:
-                sums[0] += self.loss_of(part, "sum")
+            with block, fabric.autocast():
+                sums[0] += self.loss_of(model, part, "sum")
             targets = part.targets[part.targets != IGNORED]
             sums[1] += targets.numel()
             sums[2] += self.bytes_per_token[targets].sum()
@@ -250,9 +271,8 @@ class Run:
             "text": self.corpus.fingerprint,
             "settings": dataclasses.asdict(self.settings),
         }
-        state = {"model": self.model, "optimizer": self.optimizer}
         keep = self.settings.trainer.keep_checkpoints
-        checkpoints.save(self.fabric, self.folder / "checkpoints", state, run, keep)
+        checkpoints.save(self.fabric, self.folder / "checkpoints", self.state, run, keep)
 
     def restore(self) -> None:
         """Continue the run in the folder, if there is one with the same settings."""
@@ -270,14 +290,15 @@ class Run:
             changed.append("data.text (not the text of the checkpoint)")
         if changed:
             raise ValueError(f"{', '.join(changed)}: differs from the run in {self.folder}")
-        state = {"model": self.model, "optimizer": self.optimizer}
-        checkpoints.load(self.fabric, checkpoint, state)
+        checkpoints.load(self.fabric, checkpoint, self.state)
         self.step = run["step"]
 
     def finish(self, name: str) -> None:
         """Draw the loss and write a sample of text."""
         # All processes generate, because the parameters may be spread over them.
-        text = write_sample(self.fabric, self.module, self.corpus.tokenizer, self.settings)
+        average = self.average
+        model = self.module if average is None else average.module
+        text = write_sample(self.fabric, model, self.corpus.tokenizer, self.settings)
         if not self.fabric.is_global_zero:
             return
         rows = read_metrics(self.folder / "metrics.csv")
@@ -288,16 +309,19 @@ class Run:
             print(f"sample: {self.folder / 'sample.txt'}\n\n{text}")
 
 
-def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel:
-    """The model with its initial weights, which depend only on the seed."""
+def build_model(settings: Settings, corpus: Corpus) -> GPTLMHeadModel | HuggingFaceGPT2:
+    """The model with its initial weights, which depend only on the seed and the library."""
     # Rows up to a multiple of 64 keep the last matrix product on the tensor cores' fast path.
     vocab_size = -(-corpus.tokenizer.vocab_size // 64) * 64
     torch.manual_seed(settings.seed)
-    return GPTLMHeadModel(
+    config, recomputes = (
         model_config(settings, vocab_size),
-        attend=attention_named(settings.attn, settings.data.context),
-        activation_checkpointing=settings.trainer.activation_checkpointing,
+        settings.trainer.activation_checkpointing,
     )
+    if settings.library == "transformers":
+        return HuggingFaceGPT2(config, settings.attn, recomputes)
+    attend = attention_named(settings.attn, settings.data.context)
+    return GPTLMHeadModel(config, attend=attend, activation_checkpointing=recomputes)
 
 
 def derived_seed(seed: int, step: int, index: int) -> int:

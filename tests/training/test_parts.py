@@ -31,7 +31,7 @@ from training import attention
 from training.batches import Batch
 from training.curves import smoothed
 from training.metrics import Meter, MetricsFile, Row, TensorBoardFile, read_metrics
-from training.optimization import learning_rate
+from training.optimization import make_schedule
 from training.settings import ATTENTIONS, ScheduleSettings
 from training.train import Run, derived_seed
 
@@ -156,18 +156,34 @@ def test_a_loss_sees_other_documents_only_when_nothing_is_packed(tmp_path, packe
     assert torch.equal(before, after) == packed
 
 
-def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_share():
-    cosine = ScheduleSettings("cosine", warmup_steps=10, final_share=0.1)
-    rates = [learning_rate(step, 110, 2.0, cosine) for step in range(110)]
-    assert rates[0] == pytest.approx(0.2)
-    assert rates[9] == pytest.approx(2.0)
-    assert rates[59] == pytest.approx(1.1)
-    assert rates[109] == pytest.approx(0.2)
-    assert np.diff(rates[:10]).min() > 0 > np.diff(rates[10:]).max()
-    constant = ScheduleSettings("constant", warmup_steps=0)
-    assert {learning_rate(step, 5, 2.0, constant) for step in range(5)} == {2.0}
-    all_warmup = ScheduleSettings("cosine", warmup_steps=5)
-    assert learning_rate(4, 5, 2.0, all_warmup) == 2.0
+def rates(schedule: ScheduleSettings, steps: int) -> list[float]:
+    """The learning rate of every step, at a peak of 2."""
+    rate = make_schedule(schedule, 2.0, steps)
+    return [rate(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_its_share(name):
+    found = rates(ScheduleSettings(name, warmup_steps=10, final_share=0.1), 110)
+    assert found[0] == pytest.approx(0.2)
+    assert found[9] == pytest.approx(2.0)
+    assert found[59] == pytest.approx(1.1)
+    assert found[109] == pytest.approx(0.2)
+    assert np.diff(found[:10]).min() > 0 > np.diff(found[10:]).max()
+    early = ScheduleSettings(name, warmup_steps=10, final_share=0.1, decay_steps=110)
+    assert rates(early, 120)[:110] == found
+    assert set(rates(early, 120)[110:]) == {found[109]}
+
+
+def test_the_learning_rate_can_stay_and_only_rise():
+    assert set(rates(ScheduleSettings("constant", warmup_steps=0), 5)) == {2.0}
+    assert rates(ScheduleSettings("cosine", warmup_steps=5), 5)[-1] == 2.0
+
+
+def test_a_scheduler_of_pytorch_counts_from_the_end_of_the_warmup():
+    schedule = ScheduleSettings("StepLR", warmup_steps=2, options={"step_size": 3, "gamma": 0.5})
+    assert rates(schedule, 10) == [1.0, 2.0, *[2.0] * 3, *[1.0] * 3, *[0.5] * 2]
+    assert make_schedule(schedule, 2.0, 10)(7) == 1.0  # a resumed run begins here
 
 
 def test_seeds_differ_for_every_step_and_index():

@@ -19,7 +19,7 @@ OPEN = ["run_dir=runs/x", "data.text=text"]
 
 
 @pytest.mark.parametrize(
-    "group", ["model", "data", "optimizer", "schedule", "trainer", "experiment"]
+    "group", ["model", "data", "optimizer", "schedule", "trainer", "experiment", "size"]
 )
 def test_every_file_of_every_group_is_valid(group):
     names = sorted(path.stem for path in (CONFIG / group).glob("*.yaml"))
@@ -45,7 +45,10 @@ def test_every_file_of_every_group_is_valid(group):
         ("optimizer.lr=???", "optimizer.lr: "),
         ("optimizer.betas=[0.9]", "optimizer.betas: [0.9]"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas: [0.9, 1.0]"),
-        ("schedule.name=linear", "schedule.name: 'linear' is not one of cosine, constant"),
+        ("schedule.name=square", "schedule.name: 'square' is not one of cosine, linear, constant"),
+        ("schedule.name=LambdaLR", "schedule.options: "),
+        ("+schedule.options.gamma=1", "schedule.options: cosine has none, got {'gamma': 1}"),
+        ("schedule.decay_steps=2", "schedule.decay_steps: 2; wanted: more than schedule.warmup"),
         ("schedule.warmup_steps=7", "schedule.warmup_steps: 7 is more than trainer.steps, 6"),
         ("schedule.final_share=2", "schedule.final_share: 2.0"),
         ("trainer.steps=0", "trainer.steps: 0; wanted: at least 1"),
@@ -57,6 +60,7 @@ def test_every_file_of_every_group_is_valid(group):
         ("trainer.accelerator=tpu", "trainer.accelerator: 'tpu' is not one of"),
         ("trainer.peak_tflops=0", "trainer.peak_tflops: 0.0"),
         ("trainer.checkpoint_every=0", "trainer.checkpoint_every: 0; wanted: at least 1"),
+        ("trainer.ema_decay=1", "trainer.ema_decay: 1.0; wanted: at least 0, less than 1"),
         ("sample.top_k=0", "sample.top_k: 0"),
         ("sample.prompt=''", "sample.prompt: ''"),
         ("+model.hidden=16", "model.hidden: not a field of GPTConfig"),
@@ -102,6 +106,23 @@ def test_a_learned_table_must_reach_the_context(tmp_path):
         settings(tmp_path, *changes)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("attn=varlen", "attn: 'varlen'; library=transformers has eager, sdpa, flex, flashtile"),
+        ("data.packed=true", "data.packed: True; library=transformers has only False"),
+        ("trainer.strategy=fsdp2", "trainer.strategy: want auto or ddp with library=transformers"),
+        ("+model.num_kv_heads=1", "model.num_kv_heads: 1; library=transformers has only None"),
+        ("+model.position=rotary", "model.position: 'rotary'; library=transformers has only 'lear"),
+    ],
+)
+def test_what_transformers_lacks_is_refused_by_key(change, message):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
+        theirs = compose("config", overrides=["experiment=owt/gpt2s-hf", *OPEN, change])
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        read_settings(theirs)
+
+
 @pytest.mark.parametrize("attn", ["flex", "varlen"])
 def test_dropout_is_refused_where_attention_has_none(tmp_path, attn):
     changes = [f"attn={attn}", "trainer.accelerator=cuda"]
@@ -109,11 +130,13 @@ def test_dropout_is_refused_where_attention_has_none(tmp_path, attn):
         settings(tmp_path, *changes)
 
 
-def test_tensorboard_is_asked_for_only_where_it_is_installed(tmp_path, monkeypatch):
-    assert settings(tmp_path, "trainer.tensorboard=true").trainer.tensorboard
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_a_logger_is_asked_for_only_where_it_is_installed(tmp_path, monkeypatch, logger):
+    monkeypatch.setattr("training.settings.find_spec", lambda name: name)
+    settings(tmp_path, f"trainer.{logger}=true")
     monkeypatch.setattr("training.settings.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^trainer\.tensorboard: .* is not installed"):
-        settings(tmp_path, "trainer.tensorboard=true")
+    with pytest.raises(ValueError, match=rf"^trainer\.{logger}: .* is not installed"):
+        settings(tmp_path, f"trainer.{logger}=true")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +146,7 @@ def test_tensorboard_is_asked_for_only_where_it_is_installed(tmp_path, monkeypat
         ("trainer.steps=many", "trainer.steps"),
         ("data.packed=often", "data.packed"),
         ("seed=one", "seed"),
-        ("schedule=linear", "schedule/linear"),
+        ("schedule=square", "schedule/square"),
     ],
 )
 def test_hydra_refuses_unknown_keys_and_wrong_types(tmp_path, change, key):
