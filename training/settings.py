@@ -318,15 +318,15 @@ def model_config(settings: Settings, vocab_size: int) -> GPTConfig:
         raise ValueError(f"model.{error}") from error
 
 
-def differences(saved: dict[str, Any], settings: Settings) -> list[str]:
+def differences(
+    saved: dict[str, Any], settings: Settings, free: set[str] = FREE_ON_RESUME
+) -> list[str]:
     """The keys, each with both values, in which a checkpoint's run and this one may not differ."""
     before, now = _flat(saved), _flat(dataclasses.asdict(settings))
     return [
         f"{key} ({before.get(key)!r} in the checkpoint, now {now.get(key)!r})"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-        and key not in FREE_ON_RESUME
-        and key.split(".")[0] not in FREE_ON_RESUME
+        if before.get(key) != now.get(key) and key not in free and key.split(".")[0] not in free
     ]
 
 

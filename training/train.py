@@ -48,7 +48,7 @@ from .metrics import (
 from .optimization import make_optimizer, make_schedule
 from .sample import write_sample
 from .sequences import IGNORED, Sequences
-from .settings import Settings, differences, model_config, read_settings
+from .settings import FREE_ON_RESUME, Settings, differences, model_config, read_settings
 
 CONFIG = Path(__file__).parent / "config"
 
@@ -67,10 +67,16 @@ def main(config: DictConfig) -> None:
 class Run:
     """One training run, from the step that its folder has reached to the last."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, free: set[str] = FREE_ON_RESUME) -> None:
         """Launch the processes, read the text, build the model and restore the last checkpoint.
 
-        `ValueError` names the key when the text, the devices or the checkpoint do not fit.
+        Args:
+            settings: of the run.
+            free: the keys in which they may differ from those of the checkpoint.
+
+        Raises:
+            ValueError: the text, the devices or the checkpoint do not fit; the message names the
+                key.
         """
         self.settings = settings
         self.folder = Path(settings.run_dir)
@@ -106,7 +112,7 @@ class Run:
             self.average = AveragedModel(self.module, multi_avg_fn=averaging)
         self.rate = make_schedule(settings.schedule, settings.optimizer.lr, settings.trainer.steps)
         self.step = 0
-        self.restore()
+        self.restore(free)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -274,8 +280,8 @@ class Run:
         keep = self.settings.trainer.keep_checkpoints
         checkpoints.save(self.fabric, self.folder / "checkpoints", self.state, run, keep)
 
-    def restore(self) -> None:
-        """Continue the run in the folder, if there is one with the same settings."""
+    def restore(self, free: set[str]) -> None:
+        """Continue the run in the folder, if there is one with the same settings but for `free`."""
         checkpoint = checkpoints.latest(self.folder / "checkpoints")
         if checkpoint is None:
             return
@@ -285,7 +291,7 @@ class Run:
                 "starts anew"
             )
         run = checkpoints.described(checkpoint)
-        changed = differences(run["settings"], self.settings)
+        changed = differences(run["settings"], self.settings, free)
         if run["text"] != self.corpus.fingerprint:
             changed.append("data.text (not the text of the checkpoint)")
         if changed:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from flashtile.testing import (
 from training import attention
 from training.batches import Batch
 from training.curves import smoothed
-from training.metrics import Meter, MetricsFile, Row, TensorBoardFile, read_metrics
+from training.metrics import Meter, MetricsFile, Row, TensorBoardFile, WandbFile, read_metrics
 from training.optimization import make_schedule
 from training.settings import ATTENTIONS, ScheduleSettings
 from training.train import Run, derived_seed
@@ -216,6 +218,21 @@ def test_tensorboard_gets_the_same_numbers_and_forgets_what_a_resume_repeats(tmp
     assert sorted(events.Tags()["scalars"]) == ["loss", "mfu", "tokens"]  # no curve of NaN
     losses = [(event.step, event.value) for event in events.Scalars("loss")]
     assert losses == [(1, 1.5), (2, 1.5), (3, 2.5)]
+
+
+def test_weights_and_biases_gets_the_same_numbers_and_sends_none(tmp_path, monkeypatch):
+    """A stand-in for the package, which is not among those of the tests."""
+    logged, begun = [], {}
+
+    def init(**options: object) -> SimpleNamespace:
+        begun.update(options)
+        return SimpleNamespace(log=lambda row, step: logged.append((row, step)))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    WandbFile(tmp_path, {"seed": 3}).write(Row(step=2, tokens=16, loss=1.5))
+    assert (begun["mode"], begun["dir"], begun["config"]) == ("offline", tmp_path, {"seed": 3})
+    assert logged == [({"step": 2, "tokens": 16, "loss": 1.5}, 2)]
 
 
 def test_the_meter_counts_only_while_it_runs(monkeypatch):

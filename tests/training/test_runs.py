@@ -14,7 +14,7 @@ import torch
 from spread_runs import RUNS
 from tiny_runs import assert_same_tensors, checkpoint_tensors, command, overrides, settings
 
-from training import checkpoints
+from training import checkpoints, evaluate
 from training.metrics import read_metrics
 from training.train import Run
 
@@ -86,6 +86,61 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path, whole
     assert_same_tensors(checkpoint_tensors(resumed, 6), checkpoint_tensors(expected, 6))
     assert rows_without_speed(resumed) == rows_without_speed(expected)
     assert (resumed / "sample.txt").read_text() == (expected / "sample.txt").read_text()
+
+
+def weights(module: torch.nn.Module) -> torch.Tensor:
+    """All parameters as one vector."""
+    return torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+
+
+def test_what_is_validated_and_kept_is_the_average_of_the_weights(tmp_path):
+    changes = ("trainer.ema_decay=0.75", "trainer.steps=4")
+    run = Run(settings(tmp_path, *changes))
+    run.train_step()
+    average = weights(run.module)
+    for _ in range(3):
+        run.train_step()
+        average = 0.75 * average + 0.25 * weights(run.module)
+    assert run.average is not None
+    torch.testing.assert_close(weights(run.average), average)
+    run.save()
+    found = run.validate()
+    resumed = Run(settings(tmp_path, *changes))
+    assert resumed.average is not None and resumed.average.n_averaged == 4
+    assert torch.equal(weights(resumed.average), weights(run.average))
+    assert resumed.validate() == found
+    run.average = None
+    assert run.validate() != found
+    torch.nn.utils.vector_to_parameters(average, run.module.parameters())
+    assert run.validate() == pytest.approx(found)
+
+
+def test_a_finished_run_is_evaluated(whole_run, capsys):
+    run = str(whole_run / "run")
+    evaluate.main([run, "trainer.validation_windows=4"])
+    last = read_metrics(whole_run / "run" / "metrics.csv")[-1]
+    loss, bits = last.validation_loss, last.validation_bits_per_byte
+    text = f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, {bits:.4f} bits"
+    assert f"step 6: {text} per byte" in capsys.readouterr().out
+    every = evaluate.evaluate(whole_run / "run", [])
+    assert every[1] != loss
+    others = ["attn=eager", "trainer.micro_batch_size=1"]
+    assert evaluate.evaluate(whole_run / "run", others) == pytest.approx(every, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.hidden_size=32", r"^model.hidden_size \(16 in the checkpoint, now 32\): differs"),
+        ("trainer.precision=fp8", "^trainer.precision: 'fp8' is not one of"),
+        ("trainer.stepz=3", "^.*trainer.*: Key 'stepz' not in"),
+        ("run_dir=elsewhere", "^elsewhere"),
+    ],
+)
+def test_what_does_not_fit_a_run_is_refused_when_it_is_evaluated(whole_run, change, message):
+    folder = whole_run / "run" if "run_dir" not in change else Path("elsewhere")
+    with pytest.raises(ValueError, match=message):
+        evaluate.evaluate(folder, [change])
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path, whole_run):
