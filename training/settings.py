@@ -33,7 +33,7 @@ class DataSettings:
     text: str = MISSING  # folder that holds the texts
     pattern: str = "*.txt"  # which files of it, as in Path.glob; "A|B": those of A and of B
     separator: str | None = None  # divides a .txt file into documents; null: a file is a document
-    group_by: list[str] = field(default_factory=list)  # .jsonl: rows alike in these are a document
+    group_by: list[str] = field(default_factory=list)  # rows alike in these are a document (.jsonl)
     prepared: str = MISSING  # folder for the tokenised texts, made once and used again
     tokenizer: str = "bpe"  # one of TOKENIZERS
     vocab_size: int = 2048  # of the BPE; bytes have 257

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ class BPETokenizer:
         self.end_of_document = trained.token_to_id(END_OF_DOCUMENT)
 
     @classmethod
-    def train(cls, texts: Sequence[str], vocab_size: int) -> BPETokenizer:
+    def train(cls, texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         """Learn up to `vocab_size` tokens, the 256 bytes and the end of a document among them."""
         trained = tokenizers.Tokenizer(models.BPE())
         trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

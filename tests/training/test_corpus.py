@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,8 +91,58 @@ def test_json_lines_are_grouped_into_documents(tmp_path):
 
 
 def test_one_long_document_is_split_too():
-    parts = split_documents(["x" * 100], share=0.25)
-    assert [sum(map(len, parts[split])) for split in ("train", "validation")] == [75, 25]
+    assert split_documents([100], share=0.25) == ([0], [75])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("separator", ["\n\n", "<end>"])
+def test_a_stream_of_chunks_is_the_shuffled_text(tmp_path, monkeypatch, separator, chunk):
+    """Whatever is read and encoded together; the order is that of the texts held in memory."""
+    monkeypatch.setattr("training.corpus.CHUNK", chunk)
+    draw = random.Random(4)
+    texts = ["x" * draw.randrange(1, 40) + str(number) for number in range(30)]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "all.txt").write_text(separator.join([*texts[:9], "", *texts[9:], "  "]))
+    corpus = prepare(settings_for(tmp_path, tokenizer="bytes", separator=separator))
+    texts = [text + "\n" for text in texts]
+    random.Random(0).shuffle(texts)
+    found = corpus.tokenizer.decode([*corpus.train.tokens, *corpus.validation.tokens])
+    assert found == "".join(texts)
+    assert len(corpus.train.starts) + len(corpus.validation.starts) == 31  # one is cut
+
+
+def test_texts_larger_than_memory_are_read_a_part_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.corpus.CHUNK", 1 << 12)
+    (tmp_path / "text").mkdir()
+    with (tmp_path / "text" / "all.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": "word " * 200}) + "\n" for _ in range(600))
+    data = settings_for(tmp_path, pattern="*.jsonl")
+    tracemalloc.start()
+    corpus = prepare(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(corpus.train.starts) == 480
+    assert peak < (tmp_path / "text" / "all.jsonl").stat().st_size / 2
+
+
+def test_parquet_files_are_read_by_datasets(tmp_path, monkeypatch):
+    """A stand-in for the package, which is not among those of the tests."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.parquet").write_bytes(b"")
+    data = settings_for(tmp_path, pattern="*.parquet")
+
+    def load_dataset(kind: str, data_files: str, split: str, streaming: bool):
+        assert (kind, split, streaming) == ("parquet", "train", True)
+        assert data_files == str(tmp_path / "text" / "a.parquet")
+        return iter({"text": f"{number} and so on " * 9} for number in range(8))
+
+    monkeypatch.setattr("training.corpus.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^data.pattern: 'a.parquet' needs the package datasets"):
+        prepare(data)
+    monkeypatch.setattr("training.corpus.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    corpus = prepare(data)
+    assert len(corpus.train.starts) + len(corpus.validation.starts) in (8, 9)
 
 
 def stream_of(lengths: list[int]) -> Stream:
@@ -180,7 +234,7 @@ def test_texts_may_be_in_several_folders(tmp_path):
     [
         ({"text": "nowhere"}, "data.text: 'nowhere' is not a folder"),
         ({"pattern": "*.md"}, "data.pattern: no file"),
-        ({"pattern": "*"}, "data.pattern: 'notes.rst' is neither .txt nor .jsonl"),
+        ({"pattern": "*"}, "data.pattern: 'notes.rst' is not .txt, .jsonl or .parquet"),
         ({"context": 4000}, "data.context: 4000; the train split has"),
         ({"context": 80}, "data.context: 80; the validation split has"),
     ],
