@@ -186,6 +186,26 @@ def float8_table() -> str:
     return markdown_table(["head dim, mask, length", *columns.values()], lines)
 
 
+def models_table() -> str:
+    """Milliseconds of calls of published models, next to the fastest other library."""
+    cases = by_case(of_preset("models"), "median_ms", "variant", "pass")
+    lines = []
+    for name in dict.fromkeys(name for name, _ in cases):
+        line = [name]
+        for direction in ("forward", "backward"):
+            others = dict(cases[name, direction])
+            ours = others.pop("flashtile")
+            line.append(number(ours))
+            if others:
+                best = min(others, key=others.__getitem__)
+                line += [f"{number(others[best])} ({HEADS[best]})", f"{others[best] / ours:.2f}×"]
+            else:
+                line += ["–", "–"]
+        lines.append(line)
+    columns = ["fastest other library", "speed"]
+    return markdown_table(["call", "forward", *columns, "backward", *columns], lines)
+
+
 def memory_table() -> str:
     """MiB above the inputs."""
     cases = by_case(h200("memory"), "peak_mib", "seqlen_q")
@@ -344,6 +364,7 @@ def main() -> int:
                 **mask_results.blocks(),
                 "cpu": cpu_table(),
             },
+            REPOSITORY / "docs" / "performance-models.md": {"models": models_table()},
             REPOSITORY / "docs" / "which-attention.md": {"choices": choices_table()},
             REPOSITORY / "docs" / "learn" / "hopper.md": {
                 "lesson timeline": lesson_tables.timeline(),

@@ -1,7 +1,7 @@
 """Draws the pictures of README.md and performance.md from the committed measurements.
 
-``python docs/plots.py`` writes docs/_static/{speed,memory}-{light,dark}.svg, and the same for each
-preset of `PRESETS` that has been measured.
+``python docs/plots.py`` writes docs/_static/{speed,memory,models}-{light,dark}.svg, and the same for
+each preset of `PRESETS` that has been measured.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ COLOURS = {
     "sdpa-efficient": "#9775fa",
     "standard": "#c92a55",
 }
+FASTEST = 4  # ratios above it are drawn there
 # Presets with a picture of their own: the column that has a line of panels for each value, and the
 # passes.
 PRESETS = {
@@ -147,9 +148,40 @@ def against_length(name: str) -> Figure:
     return figure
 
 
+def models() -> Figure:
+    """How many times as fast flashtile is as each other library, for each call of a model."""
+    cases = by_case(of_preset("models"), "median_ms", "variant", "pass")
+    figure, grid = plt.subplots(1, 2, figsize=(7.2, 6.4), sharey=True, layout="constrained")
+    names = list(dict.fromkeys(name for name, _ in cases))[::-1]
+    for axes, direction in zip(grid, ("forward", "backward"), strict=True):
+        for peer, colour in {**COLOURS, "flex": "#f783ac"}.items():
+            points = [
+                (min(case[peer] / case["flashtile"], FASTEST), place)
+                for place, name in enumerate(names)
+                if peer in (case := cases[name, direction]) and peer != "flashtile"
+            ]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), "o", markersize=4, color=colour, label=NAMES[peer]
+                )
+        axes.axvline(1, color=COLOURS["flashtile"], linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([0.5, 1, 2, FASTEST], ["0.5", "1", "2", f"≥ {FASTEST}"])
+        axes.xaxis.minorticks_off()
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_title(direction, fontsize=11)
+        axes.set_xlabel("times as fast as the other library")
+        axes.grid(alpha=0.25, linewidth=0.7)
+    grid[0].set_ylim(-0.7, len(names) - 0.3)
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "speed": speed,
     "memory": memory,
+    "models": models,
     **{name: partial(against_length, name) for name in PRESETS},
 }
 
