@@ -1,7 +1,7 @@
 """Draws the pictures of README.md and performance.md from the committed measurements.
 
-``python docs/plots.py`` writes docs/_static/{speed,memory,models}-{light,dark}.svg, and the same for
-each preset of `PRESETS` that has been measured.
+``python docs/plots.py`` writes docs/_static/{speed,memory,models}-{light,dark}.svg, and the same
+for each preset of `PRESETS` that has been measured.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def reasons_of(name: str, changes: dict[str, object]) -> list[str]:
     device_type, capability = HOMES[name]
     problem = BASE._replace(device_type=device_type, capability=capability, **changes)
     # What the machine that writes the table lacks is no limit of the backend.
-    reasons = dispatch.load(name).unsupported_reasons(problem)
+    reasons = dispatch.BACKENDS[name].unsupported_reasons(problem)
     return [reason for reason in reasons if "not installed" not in reason]
 
 

@@ -207,7 +207,7 @@ def _run_forward(
 ) -> tuple[Tensor, ...]:
     """Out, lse, and what else was allocated, from the backend that `problem` names."""
     run: Run = (
-        partial(backends.load(problem.options.backend).forward, problem)
+        partial(backends.BACKENDS[problem.options.backend].forward, problem)
         if forward is None
         else forward.run
     )
@@ -236,7 +236,7 @@ def _run_backward(
     with autocast_off(operands.q):
         if forward is not None:
             return forward.backward(tensors, present)
-        backend = backends.load(problem.options.backend)
+        backend = backends.BACKENDS[problem.options.backend]
         return backend.backward(problem, operands, out, lse, dout, dlse)
 
 
@@ -250,7 +250,7 @@ def _describe_backward(problem: AttentionProblem, operands: Operands) -> None:
 
     described = Operands(*map(like, operands))  # type: ignore[arg-type]  # its fields
     out, lse = _fake_forward(*described, *problem.options)
-    backends.load(problem.options.backend).backward(problem, described, out, lse, out, None)
+    backends.BACKENDS[problem.options.backend].backward(problem, described, out, lse, out, None)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -279,7 +279,7 @@ def _probabilities(*args: Any) -> Tensor:
     operands, lse, options = Operands(*args[:_INPUTS]), args[_INPUTS], Options(*args[_INPUTS + 1 :])
     problem = AttentionProblem.of(operands, options)
     with autocast_off(operands.q):
-        return backends.load(options.backend).probabilities(problem, operands, lse)
+        return backends.BACKENDS[options.backend].probabilities(problem, operands, lse)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 import triton
 from kernels.unusual_layouts import Call, calls
 
-from flashtile.backends import load
+from flashtile import backends
 from flashtile.backends.triton.plan import FEW_ROWS
 from flashtile.call import dispatch
 from flashtile.problem import AttentionProblem
@@ -51,9 +51,11 @@ def run(call: Call) -> None:
     operands, options = call
     problem = AttentionProblem.of(operands, options)
     for name in BACKENDS:
-        if not dispatch.load(name).unsupported_reasons(problem):
-            out, lse = load(name).forward(problem, operands)
-            load(name).backward(problem, operands, out, lse, torch.ones_like(out), None)
+        if not dispatch.BACKENDS[name].unsupported_reasons(problem):
+            out, lse = backends.BACKENDS[name].forward(problem, operands)
+            backends.BACKENDS[name].backward(
+                problem, operands, out, lse, torch.ones_like(out), None
+            )
 
 
 def variants(named: Iterator[tuple[str, Call]]) -> Counter[str]:

@@ -118,7 +118,7 @@ def test_info_says_why_a_backend_does_not_work(monkeypatch: pytest.MonkeyPatch) 
     def reasons(problem: object) -> list[str]:
         return ["tensors are on cpu (this backend: moon)"]
 
-    monkeypatch.setattr(dispatch.load("cpu"), "unsupported_reasons", reasons)
+    monkeypatch.setattr(dispatch.BACKENDS["cpu"], "unsupported_reasons", reasons)
     answer = info.support("cpu", "cpu")
     assert answer == {"dtypes": [], "reasons": ["tensors are on cpu (this backend: moon)"]}
     monkeypatch.setattr(info, "transformers_state", dict)

@@ -175,7 +175,7 @@ def test_a_combination_makes_calls_of_all_lengths(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warmup, "LENGTHS", (8, 16))
     monkeypatch.setattr(warmup, "TOKENS", 32)
     found = []
-    cpu = dispatch.load("cpu")
+    cpu = dispatch.BACKENDS["cpu"]
     reasons = cpu.unsupported_reasons
 
     def recorded(problem: AttentionProblem) -> list[str]:

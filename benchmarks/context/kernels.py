@@ -48,14 +48,13 @@ class Calls(NamedTuple):
 
 
 recorded: ContextVar[Calls] = ContextVar("recorded")  # of this thread's rank
-load = dispatch.load
 
 
 class Recorder:
     """A backend that keeps the calls it gets."""
 
     def __init__(self, name: str) -> None:
-        self.backend, self.name = load(name), name
+        self.backend, self.name = dispatch.BACKENDS[name], name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
@@ -81,7 +80,7 @@ class Whole(NamedTuple):
         """Both passes, and the output."""
         problem = AttentionProblem.of(self.operands, self.options)._replace(needs_grad=True)
         name = dispatch.select(problem)
-        backend = load(name)
+        backend = dispatch.BACKENDS[name]
         out, lse = backend.forward(problem, self.operands)
         forward = partial(backend.forward, problem, self.operands)
         given = (problem, self.operands, out, lse, self.dout, None)
@@ -142,7 +141,8 @@ def calls_of_ranks(
         executor.backward(plan, Operands(q, k, v), out, lse, dout, None, False)
         return recorded.get(), rows, out
 
-    with patch.object(dispatch, "load", Recorder):
+    recorders = {name: Recorder(name) for name in dispatch.ORDER}
+    with patch.object(dispatch, "BACKENDS", recorders):
         ranks = run_ranks(owned.ranks, one_rank)
     out = torch.empty_like(packed[0])
     for _, rows, part in ranks:

@@ -25,16 +25,15 @@ ORDER: tuple[BackendName, ...] = (
 BACKENDS: dict[str, Backend] = {
     name: cast(Backend, import_module(f".{name}", __name__)) for name in ORDER
 }
-load = BACKENDS.__getitem__
 
 
 def appender(name: str) -> Appender | None:
     """The backend `name`, if it is an `Appender`."""
-    module = load(name)
+    module = BACKENDS[name]
     return cast(Appender, module) if hasattr(module, "append_and_forward") else None
 
 
 def index_checker(name: str) -> IndexChecker | None:
     """The backend `name`, if it is an `IndexChecker`."""
-    module = load(name)
+    module = BACKENDS[name]
     return cast(IndexChecker, module) if hasattr(module, "check_indices") else None

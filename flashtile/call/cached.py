@@ -31,7 +31,7 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
         return _attend(call.forward, operands, layout)
     if problem.appending is not None:
         if not _is_observed((*operands, layout.k_new, layout.v_new)):
-            backend = dispatch.load(problem.options.backend)
+            backend = dispatch.BACKENDS[problem.options.backend]
             return _attend(PreparedForward(problem, backend), operands, layout)
         problem = problem._replace(appending=None)
     operands, qv = rotate_and_append(call), call.given.get("qv")

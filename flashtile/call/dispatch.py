@@ -25,8 +25,7 @@ from ..problem import Appending, AttentionProblem, Operands
 from .layouts import Cached, Layout
 
 # Modules of this layer and of those above get the backends from here.
-ORDER = backends.ORDER
-load = backends.load
+ORDER, BACKENDS = backends.ORDER, backends.BACKENDS
 appender = backends.appender
 index_checker = backends.index_checker
 
@@ -127,7 +126,7 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
 def _select(problem: AttentionProblem, name: str | None) -> str:
     refusals = []
     for candidate in (name,) if name else ORDER:
-        reasons = load(candidate).unsupported_reasons(problem)
+        reasons = BACKENDS[candidate].unsupported_reasons(problem)
         if not reasons:
             return candidate
         refusals.append(f"  {candidate}: " + "; ".join(reasons))

@@ -102,7 +102,7 @@ def _explanation(call: Checked) -> Explanation:
         problem = decided._replace(options=problem.options)
     verdicts = []
     for name in dispatch.ORDER:
-        backend = dispatch.load(name)
+        backend = dispatch.BACKENDS[name]
         reasons = backend.unsupported_reasons(problem)
         plan = "" if reasons else backend.describe_plan(problem)
         verdicts.append(Verdict(name, reasons, plan))
@@ -129,7 +129,7 @@ def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
     """Each given hint, and whether the chosen backend honours it."""
     if chosen is None:
         return ()
-    honoured = dispatch.load(chosen).HINTS
+    honoured = dispatch.BACKENDS[chosen].HINTS
     hints = [name for name, option in OPTIONS.items() if option.kind == "hint"]
     found = []
     for name in ("num_splits", *hints):

@@ -167,7 +167,7 @@ def decision_of(
         prepares = prepares and appends_in_it and problem.layout != "packed"
     forward = None
     if prepares:
-        forward = PreparedForward(problem, dispatch.load(problem.options.backend))
+        forward = PreparedForward(problem, dispatch.BACKENDS[problem.options.backend])
     return Decision(problem, has_optional_tensors, pick, forward)
 
 

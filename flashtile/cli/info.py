@@ -58,7 +58,7 @@ def support(backend: str, device: str) -> dict[str, list[str]]:
     for name in DTYPES:
         x = torch.empty(1, LENGTH, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)
         problem = AttentionProblem.of(Operands(x, x, x), options)
-        found = dispatch.load(backend).unsupported_reasons(problem)
+        found = dispatch.BACKENDS[backend].unsupported_reasons(problem)
         if found:
             objections += found
         else:

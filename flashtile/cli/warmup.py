@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..absent_gpu import TARGETS, AbsentGpu
-from ..backends import load
+from ..backends import BACKENDS
 from ..call import dispatch
 from ..call.layouts import Dense
 from ..call.prepare import describe
@@ -57,9 +57,9 @@ class Combination(NamedTuple):
         operands, options = describe((q, k, k), Dense(), {"causal": self.causal})
         problem = AttentionProblem.of(operands, options)
         for name in dispatch.ORDER:
-            if dispatch.load(name).unsupported_reasons(problem):
+            if dispatch.BACKENDS[name].unsupported_reasons(problem):
                 continue
-            backend = load(name)
+            backend = BACKENDS[name]
             out, lse = backend.forward(problem, operands)
             if self.has_backward:
                 backend.backward(problem, operands, out, lse, out, None)

@@ -475,7 +475,7 @@ class Step(NamedTuple):
         problem = AttentionProblem.of(operands, options)._replace(is_partial=True)
         name = dispatch.select(problem, backend)
         problem = problem._replace(options=options._replace(backend=name))
-        module = dispatch.load(name)
+        module = dispatch.BACKENDS[name]
         if problem.device_type != "cuda":
             attend = partial(module.forward, problem)
             return cls(dealt, rules, append_formula.append, attend, merge_op.merge_parts)

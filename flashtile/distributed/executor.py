@@ -179,7 +179,7 @@ def _attend(
     if into is not None and is_dense:
         into = into[0][None], into[1][None]
     with autocast_off(operands.q):
-        out, lse = dispatch.load(problem.options.backend).forward(problem, operands, into)
+        out, lse = dispatch.BACKENDS[problem.options.backend].forward(problem, operands, into)
     return (out[0], lse[0]) if is_dense else (out, lse)
 
 
@@ -193,7 +193,7 @@ def _gradients(
     add_to: Tensor | None,
 ) -> Gradients:
     """Those of a step's call, from results that are packed."""
-    backward = dispatch.load(problem.options.backend).backward
+    backward = dispatch.BACKENDS[problem.options.backend].backward
     with autocast_off(out):
         if problem.layout != "dense":
             return backward(problem, operands, out, lse, dout, dlse, add_to)

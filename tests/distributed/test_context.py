@@ -204,16 +204,16 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
     """Kernels for dense batches are faster; results are the same. `count` calls are dense."""
     layouts: list[str] = []
 
-    def load(name: str | None) -> Any:
-        backend = dispatch.load(name)
-
+    def recording(backend: Any) -> Any:
         def forward(problem: AttentionProblem, *given: Any) -> Any:
             layouts.append(problem.layout)
             return backend.forward(problem, *given)
 
         return SimpleNamespace(forward=forward, backward=backend.backward)
 
-    monkeypatch.setattr(executor, "dispatch", SimpleNamespace(**vars(dispatch) | {"load": load}))
+    backends = {name: recording(backend) for name, backend in dispatch.BACKENDS.items()}
+    patched = SimpleNamespace(**vars(dispatch) | {"BACKENDS": backends})
+    monkeypatch.setattr(executor, "dispatch", patched)
     g = generator(2)
     q, k, v, dout = (normal(g, 1, 96, heads, 16) for heads in (4, 2, 2, 4))
 

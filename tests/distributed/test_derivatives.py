@@ -133,7 +133,7 @@ def test_the_backend_of_a_backward_has_gradients(
     monkeypatch.setattr(
         executor,
         "dispatch",
-        SimpleNamespace(select=recording, forced=lambda: None, load=dispatch.load),
+        SimpleNamespace(select=recording, forced=lambda: None, BACKENDS=dispatch.BACKENDS),
     )
 
     def run(wire: ThreadWire) -> Tensor:

@@ -86,7 +86,7 @@ def test_calls_in_which_nothing_travels(
         return cpu.forward(problem, operands, into)
 
     recording = SimpleNamespace(**{**vars(cpu), "forward": forward})
-    monkeypatch.setattr(executor.dispatch, "load", lambda name: recording)
+    monkeypatch.setattr(executor.dispatch, "BACKENDS", {"cpu": recording})
 
     def one_rank(wire: ThreadWire) -> None:
         parallel = ContextParallel.over(wire, **WAYS[0])
