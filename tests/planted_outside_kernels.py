@@ -544,7 +544,7 @@ INTEGRATIONS_AND_MODELS = [
         "create_mixer_cls",
         " / (layer_idx + 1)",
         "",
-        "tests/test_flash_attn_modules.py -k 'test_experiments and gpt2s'",
+        "tests/test_flash_attn_modules.py -k 'test_experiments and gpt2xl'",
     ),
     Planted(
         "a step writes its token one place late",

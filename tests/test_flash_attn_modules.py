@@ -36,32 +36,37 @@ LAYERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def installed():
+    with flash_attn.install():
+        yield
+
+
 def found(path):
     """What flash_attn's name leads to under `install()`; None if it is missing."""
     module, name = path.rsplit(".", 1)
-    with flash_attn.install():
-        try:
-            owner = importlib.import_module(f"flash_attn.{module}")
-        except ModuleNotFoundError:
-            owner = found(module)  # a class
-        return getattr(owner, name, None)
+    try:
+        owner = importlib.import_module(f"flash_attn.{module}")
+    except ModuleNotFoundError:
+        owner = found(module)  # a class
+    return getattr(owner, name, None)
 
 
 @pytest.mark.parametrize("path", FACTS["signatures"])
-def test_arguments(path):
+def test_arguments(path, installed):
     """Ours has the same arguments in the same order, with the same defaults, and perhaps more."""
     ours = found(path)
+    in_class = inspect.isclass(found(path.rpartition(".")[0]))
     if ours is None:
         # Of models and utilities the page names what there is.
         named = path.startswith(("models.", "utils.")) or f"`{path.split('.')[2]}`" in MISSING
-        assert path in MISSING_METHODS if found(path.rpartition(".")[0]) else named
+        assert path in MISSING_METHODS if in_class else named
         return
     text = FACTS["signatures"][path].removeprefix("(").removesuffix(")")
     original = inspect.signature(eval(f"lambda {text}: None", dict(NAMES))).parameters.values()
     packed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     theirs = [(x.name, x.default) for x in original if x.kind not in packed]
-    is_method = not inspect.isclass(ours) and found(path.rpartition(".")[0]) is not None
-    skipped = 1 if is_method and not inspect.ismethod(ours) else 0
+    skipped = 1 if in_class and not inspect.ismethod(ours) else 0
     parameters = list(inspect.signature(ours).parameters.values())[skipped:]
     got = [(x.name, x.default) for x in parameters if x.kind not in packed]
     assert got[: len(theirs)] == theirs
@@ -77,6 +82,8 @@ def test_state_dicts(case):
 
 
 SHRUNK = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 2}
+# Experiments that differ only in size are one experiment here.
+DISTINCT = {json.dumps(config | SHRUNK): name for name, config in FACTS["configs"].items()}
 
 
 def config_of(name, **changes):
@@ -96,7 +103,7 @@ def plain_gpt(model, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FACTS["configs"])
+@pytest.mark.parametrize("name", DISTINCT.values())
 def test_experiments(name, seed):
     """Each builds its model, which equals its layers, and learns from a step."""
     ids, targets = torch.randint(0, 61, (2, 2, 9))
