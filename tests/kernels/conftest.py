@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -35,7 +35,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         """Triton would work out and name a type for every operation."""
         vars(self).update(fields_of_block(element_ty, tuple(shape)))
 
-    @lru_cache(maxsize=None)
+    @cache
     def fields_of_block(element_ty: Any, shape: tuple[Any, ...]) -> dict[str, Any]:
         new = object.__new__(tl.block_type)
         init_block(new, element_ty, list(shape))
@@ -47,7 +47,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_and_numel(sizes)
 
-    @lru_cache(maxsize=None)
+    @cache
     def shape_and_numel(sizes: tuple[int, ...]) -> tuple[Any, Any]:
         new = object.__new__(tl.tensor)
         init_tensor(new, None, tl.block_type(tl.int32, sizes) if sizes else tl.int32)
@@ -55,7 +55,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     init_block, init_tensor = tl.block_type.__init__, tl.tensor.__init__
     tl.pointer_type.__hash__ = tl.dtype.__hash__
-    np_dtype = lru_cache(maxsize=None)(interpreter._get_np_dtype)
+    np_dtype = cache(interpreter._get_np_dtype)
     tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
     interpreter._get_np_dtype = lambda type: np_dtype(type.scalar)
     interpreter.InterpretedFunction.__call__ = call
