@@ -47,6 +47,8 @@ _SEVEN = (
     "flash_attn_with_kvcache",
 )
 
+_FAMILIES = ("baichuan", "bigcode", "btlm", "falcon", "gpt_neox", "gptj", "llama", "opt")
+
 FLASH_ATTN_2 = Package(
     distribution="flash-attn",
     version="2.8.4",
@@ -73,6 +75,10 @@ FLASH_ATTN_2 = Package(
         ),
         "flash_attn.models": Contents(),
         "flash_attn.models.gpt": Contents(("models.gpt",)),
+        **{
+            f"flash_attn.models.{family}": Contents(("models.hugging_face", "models.families"))
+            for family in _FAMILIES
+        },
         "flash_attn.modules": Contents(),
         "flash_attn.modules.block": Contents(("modules.block",)),
         "flash_attn.modules.embedding": Contents(("modules.embedding",)),
