@@ -22,7 +22,8 @@ from .attention import ATTENTIONS, ON_CUDA_ALONE, WITHOUT_DROPOUT
 from .optimization import make_schedule
 
 TOKENIZERS = ("bytes", "bpe")
-STRATEGIES = ("auto", "ddp", "fsdp2")
+ZERO = ("zero1", "zero2", "zero3")
+STRATEGIES = ("auto", "ddp", "fsdp2", *ZERO)
 LIBRARIES = ("flashtile", "transformers")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "cuda")
@@ -161,7 +162,7 @@ def check(settings: Settings) -> None:
             f"{trainer.steps}"
         )
     make_schedule(settings.schedule, settings.optimizer.lr, trainer.steps)
-    if trainer.ema_decay is not None and trainer.strategy == "fsdp2":
+    if trainer.ema_decay is not None and trainer.strategy in ("fsdp2", *ZERO):
         raise ValueError("trainer.ema_decay: an average of sharded weights is not supported")
 
 
@@ -188,6 +189,7 @@ def _check_choices(settings: Settings) -> None:
         ("trainer.tensorboard", trainer.tensorboard, "tensorboard"),
         ("trainer.wandb", trainer.wandb, "wandb"),
         ("library", settings.library == "transformers", "transformers"),
+        ("trainer.strategy", trainer.strategy in ZERO, "deepspeed"),
     ):
         if asked and find_spec(package) is None:
             raise ValueError(
