@@ -188,9 +188,9 @@ def check_rest(group):
     assert (x == rank).all()
     with pytest.raises(ValueError, match="got 3 rows, want a multiple of the 2 processes"):
         tensor_parallel.reduce_scatter_raw(torch.ones(3, 2), group)
-    column = dense.ColumnParallelLinear(6, 9, group, multiple_of=3)
+    column = tensor_parallel.ColumnParallelLinear(6, 9, group, multiple_of=3)
     assert column.weight.shape == ((6, 6), (3, 6))[rank]
-    row = dense.RowParallelLinear(9, 6, group, multiple_of=3)
+    row = tensor_parallel.RowParallelLinear(9, 6, group, multiple_of=3)
     assert row.weight.shape == ((6, 6), (6, 3))[rank] and (row.bias is None) == (rank > 0)
     rows = torch.randn(2, 6) + rank
     total = tensor_parallel.all_gather(rows, group)

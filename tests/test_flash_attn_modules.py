@@ -17,12 +17,12 @@ from plain_layers import check_against_plain, plain_block
 from torch import nn
 
 from flashtile.integrations import flash_attn
+from flashtile.integrations.flash_attn_modules import INSTEAD
 from flashtile.models import gpt
 from flashtile.modules import block, embedding, mha, mlp
 
 TESTS = Path(__file__).parent
 FACTS = json.loads((TESTS / "flash_attn_modules.json").read_text())
-MISSING = (TESTS.parent / "docs" / "migrating.md").read_text()
 NAMES = {"nn": nn, "F": F, "torch": torch, "partial": partial}
 LAYERS = {
     name: value
@@ -54,8 +54,9 @@ def test_arguments(path, installed):
     ours = found(path)
     in_class = inspect.isclass(found(path.rpartition(".")[0]))
     if ours is None:
-        # Of models and utilities the page names what there is.
-        named = path.startswith(("models.", "utils.")) or f"`{path.split('.')[2]}`" in MISSING
+        # An error says what to use instead of it, or of its module.
+        parts = f"flash_attn.{path}".split(".")
+        named = any(".".join(parts[:end]) in INSTEAD for end in range(len(parts) + 1))
         assert named and not in_class
         return
     text = FACTS["signatures"][path].removeprefix("(").removesuffix(")")

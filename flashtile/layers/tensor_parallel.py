@@ -22,20 +22,6 @@ _SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 Group = Any  # torch.distributed.ProcessGroup, which is missing where PyTorch is built without it
 
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "all_gather",
-    "all_gather_raw",
-    "all_reduce",
-    "all_reduce_raw",
-    "allreduce_sequence_parallel_grad",
-    "get_dim_for_local_rank",
-    "reduce_scatter",
-    "reduce_scatter_raw",
-    "sync_shared_params",
-]
-
 
 def _first_of(names: tuple[str, ...]) -> Callable[..., Any]:
     return next(getattr(distributed, name) for name in names if hasattr(distributed, name))

@@ -7,17 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = [
-    "baichuan_config_to_gpt2_config",
-    "bigcode_config_to_gpt2_config",
-    "btlm_config_to_gpt2_config",
-    "falcon_config_to_gpt2_config",
-    "gpt_neox_config_to_gpt2_config",
-    "gptj_config_to_gpt2_config",
-    "llama_config_to_gpt2_config",
-    "opt_config_to_gpt2_config",
-]
-
 
 class _Table(NamedTuple):
     copied: str  # names of attributes that both configs have, or ours=theirs
@@ -101,7 +90,8 @@ def _converted(family: str, config: Any, **computed: Any) -> Any:
 
     pairs = [name.partition("=") for name in (_EVERY + _TABLES[family].copied).split()]
     copied = {ours: getattr(config, theirs or ours, None) for ours, _, theirs in pairs}
-    return GPT2Config(**copied | _TABLES[family].fixed | computed)
+    arguments: dict[str, Any] = copied | _TABLES[family].fixed | computed
+    return GPT2Config(**arguments)
 
 
 def _rope(config: Any, name: str, default: float) -> float:

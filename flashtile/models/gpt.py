@@ -31,7 +31,7 @@ from ..modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings
 from ..modules.inference import InferenceParams
 from ..modules.mha import MHA, ParallelMHA
 from ..modules.mlp import GatedMlp, Mlp, ParallelGatedMlp, ParallelMLP
-from . import generation, hugging_face
+from . import decoding, generation, hugging_face
 from .gpt_config import GPTConfig
 from .hugging_face import remap_state_dict_hf_gpt2, remap_state_dict_megatron
 from .shards import combine_state_dicts_tp, shard_state_dict_tp
@@ -269,7 +269,7 @@ class GPTModel(GPTPreTrainedModel):
         return (row - cu_seqlens[document]).clamp(0, longest - 1)
 
 
-class GPTLMHeadModel(GPTPreTrainedModel):
+class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
     """`GPTModel` and a linear layer from features to the logits of the next token.
 
     Args:
@@ -409,13 +409,18 @@ class GPTLMHeadModel(GPTPreTrainedModel):
         return CausalLMOutput(logits)
 
     def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Tensor]:
         """`GPTModel.allocate_inference_cache`."""
-        return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype)
+        return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
 
-    def generate(self, input_ids: Tensor, max_length: int, **options: Any) -> Tensor:
-        """Continue prompts; see `flashtile.models.generation.generate`."""
+    def generate(self, input_ids: Tensor, max_length: int, *args: Any, **options: Any) -> Any:
+        """Continue prompts; see `flashtile.models.generation.generate`. Options that only
+        flash_attn has, such as return_dict_in_generate, are those of `decoding.GenerationMixin`.
+        """
+        if options.keys() & decoding.OPTIONS:
+            return super().generate(input_ids, max_length, *args, **options)
+        options |= dict(zip(("top_k", "top_p", "temperature"), args, strict=False))
         return generation.generate(self, input_ids, max_length, **options)
 
     def num_parameters(self, embeddings: bool = True) -> int:
