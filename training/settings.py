@@ -274,9 +274,7 @@ def _check_library(settings: Settings) -> None:
     if settings.library != "transformers":
         return
     config = model_config(settings, vocab_size=settings.data.vocab_size)
-    if settings.attn not in hugging_face.ATTENTIONS:
-        names = ", ".join(hugging_face.ATTENTIONS)
-        raise ValueError(f"attn: {settings.attn!r}; library=transformers has {names}")
+    hugging_face.check(settings.attn)
     for key, value, wanted in (
         ("data.packed", settings.data.packed, False),
         ("trainer.context_parallel", settings.trainer.context_parallel, 1),
@@ -285,7 +283,7 @@ def _check_library(settings: Settings) -> None:
             raise ValueError(f"{key}: {value!r}; library=transformers has only {wanted!r}")
     if settings.trainer.strategy == "fsdp2":
         raise ValueError("trainer.strategy: want auto or ddp with library=transformers")
-    hugging_face.gpt2_config(config, settings.attn)
+    hugging_face.gpt2_config(config)
 
 
 def _check_model(settings: Settings) -> None:
