@@ -272,12 +272,15 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
 
 
 def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
-    """The numbers of a call, checked and normalised."""
-    numbers = {}
+    """The numbers of a call, checked and normalised.
+
+    The defaults that are floats stand here as literals: `torch.compile(dynamic=True)` makes floats
+    that it finds in a table inputs of the graph, and then traces and compiles the call twice.
+    """
+    numbers: dict[str, Any] = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0}
     for name, option in NUMBERS.items():
-        x = given.get(name, option.default)
-        is_default = x is None and option.takes_none
-        numbers[name] = option.default if is_default else option.check(name, x)
+        if name in given and not (given[name] is None and option.takes_none):
+            numbers[name] = option.check(name, given[name])
     if torch.are_deterministic_algorithms_enabled():
         numbers["deterministic"] = True
     causal = checks.flag("causal", given.get("causal", False))

@@ -17,7 +17,6 @@ from .hadamard import rotation
 from .rows import Rows, per_block
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
 
 ROW_STEP = 16  # rows of float8 keys start at multiples of 16 bytes, as TMA requires
 
@@ -103,7 +102,7 @@ def scaled(
     largest = largest.transpose(1, 2)  # (B, heads, count)
     if recipe.scales != "block":
         largest = shared(largest, recipe, kv_heads)
-    descale = power_of_two(largest / LARGEST)
+    descale = power_of_two(largest / torch.finfo(E4M3).max)
     factors = token_factors(descale, rows, block, heads)
     numbers = torch.where(tokens.isfinite(), tokens / factors, torch.nan)
     return numbers.to(E4M3).view(x.shape), descale.contiguous()
