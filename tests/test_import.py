@@ -1,6 +1,6 @@
 """Importing flashtile needs only torch, imports nothing else, and changes no global state.
 
-Each check runs in a new process, since this one has imported everything already.
+The checks run in new processes, since this one has imported everything already.
 """
 
 from __future__ import annotations
@@ -21,43 +21,21 @@ OPTIONAL = ("triton", "transformers", "rich", "matplotlib", "gguf", "accelerate"
 
 BLOCK = f"import sys\nfor name in {OPTIONAL!r}: sys.modules[name] = None\n"
 
-CALL = """
+CALLS = """
 import torch, flashtile
-q, k, v = (torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3))
-out = flashtile.flash_attn_func(q, k, v, causal=True)
-out.sum().backward()
-want = torch.nn.functional.scaled_dot_product_attention(
-    *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
-).transpose(1, 2)
-print(torch.allclose(out, want, atol=1e-5), all(x.grad.isfinite().all() for x in (q, k, v)))
+whole = torch.compile(flashtile.flash_attn_func, fullgraph=True, backend="aot_eager")
+for attend in whole, flashtile.flash_attn_func:
+    q, k, v = (torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3))
+    out = attend(q, k, v, causal=True)
+    out.sum().backward()
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    print(torch.allclose(out, want, atol=1e-5), all(x.grad.isfinite().all() for x in (q, k, v)))
 """
 
-NEW_MODULES = """
-import json, sys, time
-import torch
-before = set(sys.modules)
-start = time.thread_time()
-import flashtile
-milliseconds = 1e3 * (time.thread_time() - start)
-print(json.dumps({"new": sorted(set(sys.modules) - before), "milliseconds": milliseconds}))
-"""
-
-SCORE_FUNCTION = """
-import json, sys
-import torch, flashtile
-before = set(sys.modules)
-q, k, v = (torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3))
-slopes = torch.rand(4, requires_grad=True)
-out = flashtile.attention(
-    q, k, v, score_mod=lambda score, b, h, i, j: torch.tanh(score) + slopes.exp()[h] * (j - i)
-)
-out.sum().backward()
-assert slopes.grad.abs().sum() > 0
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-
-SIDE_EFFECTS = """
-import json, logging, os, sys, warnings
+IMPORT = """
+import json, logging, os, sys, time, warnings
 import torch
 import torch.nn.functional as F
 
@@ -84,15 +62,30 @@ def state():
         "warning filters": [repr(entry) for entry in warnings.filters],
     }
 
-before = state()
+before, modules = state(), set(sys.modules)
+start = time.thread_time()
 import flashtile
+milliseconds = 1e3 * (time.thread_time() - start)
+new = sorted(set(sys.modules) - modules)
 after = state()
-print(json.dumps([name for name in before if before[name] != after[name]]))
+changed = [name for name in before if before[name] != after[name]]
+print(json.dumps({"new": new, "milliseconds": milliseconds, "changed": changed}))
 """
 
+SCORE_FUNCTION = """
+before = set(sys.modules)
+q, k, v = (torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3))
+slopes = torch.rand(4, requires_grad=True)
+out = flashtile.attention(
+    q, k, v, score_mod=lambda score, b, h, i, j: torch.tanh(score) + slopes.exp()[h] * (j - i)
+)
+out.sum().backward()
+assert slopes.grad.abs().sum() > 0
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
 
 SUBMODULES = """
-import flashtile, pkgutil, sys
+import pkgutil, sys
 import torch.nn.functional as F
 of_pytorch = F.scaled_dot_product_attention
 for package in "integrations", "testing", "bert_padding", "models", "modules":
@@ -114,8 +107,8 @@ except AttributeError as error:
 """
 
 
-def run(code: str, *paths: Path) -> str:
-    """The last line that `code` prints in a fresh process, with `paths` in front on its path."""
+def run(code: str, *paths: Path) -> list[str]:
+    """The lines that `code` prints in a fresh process, with `paths` in front on its path."""
     found_first = os.pathsep.join(map(str, (*paths, REPOSITORY)))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -125,66 +118,59 @@ def run(code: str, *paths: Path) -> str:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    return done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
-def new_modules() -> dict[str, Any]:
-    """What `import flashtile` adds to a process that has imported torch."""
-    return json.loads(run(NEW_MODULES))
+def imported(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What a process says of `import flashtile`, then of a score function.
+
+    The optional packages look installed: parts of torch would import Triton.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    for name in OPTIONAL:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+    return [json.loads(line) for line in run(IMPORT + SCORE_FUNCTION, folder)]
 
 
-def test_a_call_works_with_optional_packages_blocked():
-    assert run(BLOCK + CALL) == "True True"
+@pytest.fixture(scope="module")
+def blocked() -> list[str]:
+    """What a process without the optional packages says of calls, then of submodules."""
+    return run(BLOCK + CALLS + SUBMODULES)
 
 
-def test_the_first_call_of_a_process_may_be_a_compiled_one():
-    code = CALL.replace(
-        "flashtile.flash_attn_func",
-        'torch.compile(flashtile.flash_attn_func, fullgraph=True, backend="aot_eager")',
-    )
-    assert run(code) == "True True"
+def test_calls_work_with_optional_packages_blocked(blocked):
+    """Also the first call of a process when it is a compiled one."""
+    assert blocked[:2] == ["True True"] * 2
 
 
-def test_a_score_function_imports_no_compiler():
+def test_a_score_function_imports_no_compiler(imported):
     """The import of PyTorch's compiler takes seconds, which the first call would take longer."""
-    new = json.loads(run(SCORE_FUNCTION))
     compiler = ("torch._dynamo", "torch._inductor", "torch._functorch._aot_autograd", "sympy")
-    assert not [name for name in new if name.startswith(compiler)]
+    assert not [name for name in imported[1] if name.startswith(compiler)]
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_blocking_works(name):
     attempt = f"try:\n    import {name}\nexcept ImportError:\n    print('blocked')\n"
-    assert run(BLOCK + attempt) == "blocked"
+    assert run(BLOCK + attempt) == ["blocked"]
 
 
-def test_import_pulls_in_nothing_but_torch_and_the_standard_library(new_modules):
-    tops = {name.split(".")[0] for name in new_modules["new"]}
-    assert tops - set(sys.stdlib_module_names) <= {"flashtile", "torch"}
-
-
-def test_import_leaves_installed_packages_alone(tmp_path):
-    """Also if the optional packages are installed: parts of torch then import Triton."""
-    for name in OPTIONAL:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    tops = {name.split(".")[0] for name in json.loads(run(NEW_MODULES, tmp_path))["new"]}
-    assert not tops & set(OPTIONAL)
-
-
-def test_import_is_light(new_modules, record_property):
-    """The time is printed, not asserted, because it depends on the machine's load."""
-    print(f"import flashtile after torch: {new_modules['milliseconds']:.1f} ms of processor time")
-    record_property("import_milliseconds", new_modules["milliseconds"])
-    packages = {name.partition(".")[0] for name in new_modules["new"]}
+def test_import_is_light(imported, record_property):
+    """It needs only torch, which is there, and the standard library. The time is printed, not
+    asserted, because it depends on the machine's load."""
+    milliseconds = imported[0]["milliseconds"]
+    print(f"import flashtile after torch: {milliseconds:.1f} ms of processor time")
+    record_property("import_milliseconds", milliseconds)
+    packages = {name.partition(".")[0] for name in imported[0]["new"]}
     assert packages - sys.stdlib_module_names == {"flashtile"}
 
 
-def test_import_has_no_side_effect():
-    assert json.loads(run(SIDE_EFFECTS)) == []
+def test_import_has_no_side_effect(imported):
+    assert imported[0]["changed"] == []
 
 
-def test_public_submodules_are_attributes_of_the_package():
+def test_public_submodules_are_attributes_of_the_package(blocked):
     """Imported when first used: `import flashtile` and no further line, as the README shows."""
-    assert run(SUBMODULES) == "module 'flashtile' has no attribute 'atention'"
+    assert blocked[2] == "module 'flashtile' has no attribute 'atention'"
