@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib
 import json
+import os
 import random
 import re
 import shutil
@@ -158,24 +159,6 @@ def opened(page: Path, fragment: str = "") -> tuple[str, list[str]]:
     return run.stdout, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
 
 
-def reported(page: Path, name: str, script: str) -> Any:
-    """What a script that runs in the page returns; nothing may be written to the console."""
-    driven = page.with_name(f"{name}.html")
-    text = """<script>(async () => {
-      const report = await (async () => { SCRIPT })().catch((error) => ({ error: error.stack }));
-      const shown = Object.assign(document.createElement("pre"), { id: "report" });
-      shown.textContent = JSON.stringify(report);
-      document.body.append(shown);
-    })();</script>""".replace("SCRIPT", script)
-    driven.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
-    document, console = opened(driven)
-    found = re.search(r'<pre id="report">(.*?)</pre>', document, re.S)
-    assert found and console == [], console
-    report = json.loads(html.unescape(found[1]))
-    assert "error" not in report, report
-    return report
-
-
 # Like `digest` below, of JavaScript's steps.
 STEPS = """
   const number = (x) => (Number.isFinite(x) ? x : String(x));
@@ -226,36 +209,6 @@ def assert_same(found: Any, expected: Any, where: Any) -> None:
         assert found == expected, where
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_player_does_what_python_does_step_by_step(
-    traces: ModuleType, page: Path, name: str, seed: int
-):
-    draw = random.Random(seed)
-    most = {"size": 8, "M": 24, "N": 24, "B_r": 9, "B_c": 9}
-    drawn = [
-        {"mask": mask, **{x: draw.randint(1, limit) for x, limit in most.items()}}
-        for mask in MASKS
-        for _ in range(4)
-    ]
-    choices = [*drawn, {**drawn[0], "M": 1, "N": 32}, {**drawn[-1], "M": 32, "N": 1}]
-    given = json.dumps([{"algorithm": name, **choice} for choice in choices])
-    found = reported(page, f"steps-{name}", STEPS.replace("CASES", given))
-    for choice, run in zip(choices, found, strict=True):
-        problem = traces.make_problem(name, **choice)
-        M, N, B_r, B_c = choice["M"], choice["N"], problem["B_r"], problem["B_c"]
-        rows, cols = traces.edges(name, M, N, B_r, B_c)
-        known = [
-            rows, cols, traces.kinds(problem["visible"], rows, cols), problem["visible"].tolist(),
-            problem["P"].tolist(), problem[traces.ALGORITHMS[name].result].tolist(),
-            traces.standard_traffic(name, M, N),
-        ]  # fmt: skip
-        assert_same(run["known"], known, (choice,))
-        steps = list(traces.steps(traces.ALGORITHMS[name], problem))
-        assert_same(run["steps"], [digest(step) for step in steps], (choice,))
-        for row, col in filter(None, (step.tile for step in steps)):
-            assert row in rows and col in cols, choice
-
-
 PLAY = """
   const player = window.attentionVisualiser;
   const report = {};
@@ -267,28 +220,6 @@ PLAY = """
   }
   return report;
 """
-
-
-def test_every_example_plays_to_its_end(page: Path):
-    report = reported(page, "examples", PLAY)
-    player = (DOCS / "learn" / "visualiser.html").read_text(encoding="utf-8")
-    assert len(report) == player.count('<option value="algorithm=')
-    assert {re.search(r"algorithm=(\w+)", preset)[1] for preset in report} == set(NAMES)
-    assert {re.search(r"mask=(\w+)", preset)[1] for preset in report} == set(MASKS)
-    for preset, (before, after) in report.items():
-        assert after is not None and after < 1e-12, preset  # infinite is null
-        assert before is None or before > 0.01, preset  # in the first step
-
-
-def test_an_address_plays_by_itself(page: Path):
-    address = "#algorithm=fa2&mask=causal&M=8&N=8&B_r=4&B_c=4&speed=40&row=5&play=1"
-    document, console = opened(page, address)
-    assert console == []
-    finished = re.search(r'data-finished="([^"]*)"', document)
-    assert finished and float(finished[1]) < 1e-12
-    assert "The result is that of the definition" in document
-    assert len(re.findall(r'class="v-tile [^"]*v-scored', document)) == 3  # of four, one is hidden
-
 
 KEYS = """
   const player = window.attentionVisualiser;
@@ -327,8 +258,88 @@ KEYS = """
 """
 
 
-def test_keys_touch_buttons_and_numbers(page: Path):
-    found = reported(page, "keys", KEYS)
+def choices(name: str) -> list[dict[str, Any]]:
+    """Problems for an algorithm, most of them drawn."""
+    draw = random.Random(f"{os.environ['FLASHTILE_SEED']} {name}")
+    most = {"size": 8, "M": 24, "N": 24, "B_r": 9, "B_c": 9}
+    drawn = [
+        {"mask": mask, **{x: draw.randint(1, limit) for x, limit in most.items()}}
+        for mask in MASKS
+        for _ in range(4)
+    ]
+    return [*drawn, {**drawn[0], "M": 1, "N": 32}, {**drawn[-1], "M": 32, "N": 1}]
+
+
+@pytest.fixture(scope="module")
+def reports(page: Path) -> dict[str, Any]:
+    """What each script returns, one after the other in one page, since a browser takes seconds to
+    start; nothing may be written to the console."""
+    scripts = {"keys": KEYS, "examples": PLAY}
+    for name in NAMES:
+        given = json.dumps([{"algorithm": name, **choice} for choice in choices(name)])
+        scripts[name] = STEPS.replace("CASES", given)
+    functions = ",".join(f"{name}: async () => {{ {text} }}" for name, text in scripts.items())
+    text = f"""<script>(async () => {{
+      const report = {{}};
+      for (const [name, script] of Object.entries({{ {functions} }}))
+        report[name] = await script().catch((error) => ({{ error: error.stack }}));
+      const shown = Object.assign(document.createElement("pre"), {{ id: "report" }});
+      shown.textContent = JSON.stringify(report);
+      document.body.append(shown);
+    }})();</script>"""
+    driven = page.with_name("driven.html")
+    driven.write_text(page.read_text(encoding="utf-8") + text, encoding="utf-8")
+    document, console = opened(driven)
+    found = re.search(r'<pre id="report">(.*?)</pre>', document, re.S)
+    assert found and console == [], console
+    returned = json.loads(html.unescape(found[1]))
+    assert not [report["error"] for report in returned.values() if "error" in report]
+    return returned
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_player_does_what_python_does_step_by_step(
+    traces: ModuleType, reports: dict[str, Any], name: str
+):
+    for choice, run in zip(choices(name), reports[name], strict=True):
+        problem = traces.make_problem(name, **choice)
+        M, N, B_r, B_c = choice["M"], choice["N"], problem["B_r"], problem["B_c"]
+        rows, cols = traces.edges(name, M, N, B_r, B_c)
+        known = [
+            rows, cols, traces.kinds(problem["visible"], rows, cols), problem["visible"].tolist(),
+            problem["P"].tolist(), problem[traces.ALGORITHMS[name].result].tolist(),
+            traces.standard_traffic(name, M, N),
+        ]  # fmt: skip
+        assert_same(run["known"], known, (choice,))
+        steps = list(traces.steps(traces.ALGORITHMS[name], problem))
+        assert_same(run["steps"], [digest(step) for step in steps], (choice,))
+        for row, col in filter(None, (step.tile for step in steps)):
+            assert row in rows and col in cols, choice
+
+
+def test_every_example_plays_to_its_end(reports: dict[str, Any]):
+    report = reports["examples"]
+    player = (DOCS / "learn" / "visualiser.html").read_text(encoding="utf-8")
+    assert len(report) == player.count('<option value="algorithm=')
+    assert {re.search(r"algorithm=(\w+)", preset)[1] for preset in report} == set(NAMES)
+    assert {re.search(r"mask=(\w+)", preset)[1] for preset in report} == set(MASKS)
+    for preset, (before, after) in report.items():
+        assert after is not None and after < 1e-12, preset  # infinite is null
+        assert before is None or before > 0.01, preset  # in the first step
+
+
+def test_an_address_plays_by_itself(page: Path):
+    address = "#algorithm=fa2&mask=causal&M=8&N=8&B_r=4&B_c=4&speed=40&row=5&play=1"
+    document, console = opened(page, address)
+    assert console == []
+    finished = re.search(r'data-finished="([^"]*)"', document)
+    assert finished and float(finished[1]) < 1e-12
+    assert "The result is that of the definition" in document
+    assert len(re.findall(r'class="v-tile [^"]*v-scored', document)) == 3  # of four, one is hidden
+
+
+def test_keys_touch_buttons_and_numbers(reports: dict[str, Any]):
+    found = reports["keys"]
     *steps, end, home, row = found["steps"]
     assert steps == ["0/0", "1/0", "2/0", "1/0", "1/1"]
     assert int(end.split("/")[0]) > 30 and [home, row] == ["0/1", "0/6"]
