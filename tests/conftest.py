@@ -13,6 +13,7 @@ from conformance.devices import carry_calls, device_of
 from poison import poisoned_makers
 
 import flashtile
+from flashtile.backends.cpu import plan
 
 # One line adds a backend to the conformance suite. Calls that it refuses are skipped with the
 # reasons that it gives.
@@ -66,6 +67,16 @@ def seed(request: pytest.FixtureRequest) -> int:
     random.seed(number)
     torch.manual_seed(number)
     return number
+
+
+@pytest.fixture
+def small_cpu_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of the CPU whose borders short sequences cross."""
+    for name in ("PLAIN_BLOCK_M", "PLAIN_BLOCK_N"):
+        monkeypatch.setattr(plan, name, 16)
+    for name in ("NATIVE_WINDOW_BLOCK_M", "NATIVE_SPANS_BLOCK_M", "NATIVE_BIAS_BLOCK_M"):
+        monkeypatch.setattr(plan, name, 24)
+    flashtile.clear_caches()
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from random_calls import DTYPES, RandomCall, draw_call, floors, meaning
 from torch import Tensor
 
 import flashtile
-from flashtile.backends.cpu import plan
 from flashtile.testing import assert_close, plain_dtype
+
+pytestmark = pytest.mark.usefixtures("small_cpu_tiles")
 
 PARTS = 60
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "1200"))
@@ -31,15 +32,6 @@ FUNCTIONS = {
     "packed": "attention_varlen",
     "cached": "attention_with_kvcache",
 }
-
-
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PLAIN_BLOCK_M", "PLAIN_BLOCK_N"):
-        monkeypatch.setattr(plan, name, 16)
-    for name in ("NATIVE_WINDOW_BLOCK_M", "NATIVE_SPANS_BLOCK_M", "NATIVE_BIAS_BLOCK_M"):
-        monkeypatch.setattr(plan, name, 24)
-    flashtile.clear_caches()
 
 
 def run(call: RandomCall, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:

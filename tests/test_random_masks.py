@@ -23,7 +23,7 @@ from torch import Tensor
 from flashtile.backends.triton import plan
 from flashtile.testing import STRIDE_STYLES, alibi_slopes, generator, normal, strided
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_buffers")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_cpu_tiles", "poisoned_buffers")]
 
 COMBINATIONS = 30  # two for each of 15 processes
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", str(COMBINATIONS)))
@@ -48,8 +48,10 @@ SCORES = (
 OTHERS = (["sink"], ["dropout"], ["sink", "dropout"], ["bias shared by heads"], [])
 HEADS = ((4, 2), (3, 3), (4, 1), (2, 2))
 HEAD_DIMS = ((64, 64), (128, 128), (64, 64), (128, 128), (40, 40), (64, 128))
-# The lengths of a call choose its kernels only by these ranges: one with few queries may be split.
+# The lengths of a call choose a GPU's kernels only by these ranges: one with few queries may be
+# split. The tiles of the CPU are small here, so that shorter sequences cross their borders.
 MANY, FEW = (130, 200), (1, 6)
+ON_A_CPU = (40, 70)
 LONGEST, SEQUENCES = 240, 4  # sizes of captured tensors are part of the kernels, too
 
 
@@ -167,12 +169,12 @@ def prefers_descriptors(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that makes the Triton backend load tiles as in large calls."""
 
     def prefer() -> None:
-        from flashtile.gpu import launch_cache
+        from flashtile.gpu import relaunch  # wants Triton
 
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
         plan.plan.cache_clear()
         for memory in ("_prepared", "_compiled"):
-            monkeypatch.setattr(launch_cache, memory, {})
+            monkeypatch.setattr(relaunch, memory, {})
 
     yield prefer
     plan.plan.cache_clear()
@@ -190,22 +192,25 @@ def test_random_problems(number: int, backend: str, seed: int, prefers_descripto
 
 def check(c: Combination, backend: str, chance: random.Random) -> None:
     """A call of the combination whose lengths and numbers are drawn."""
-    (Hq, Hk), (D, Dv), seed = c.heads, c.head_dims, chance.randrange(2**31)
+    heads, seed = (*c.heads, *c.head_dims), chance.randrange(2**31)
     layout = partial(strided, style=c.style)
+    queries, longest = c.queries, LONGEST
+    if backend == "cpu":
+        queries, longest = min(c.queries, ON_A_CPU), 80
     if c.layout == "dense":
-        s = Sizes(chance.randint(1, 2), chance.randint(*c.queries), keys(chance), Hq, Hk, D, Dv)
+        s = Sizes(chance.randint(1, 2), chance.randint(*queries), keys(chance, longest), *heads)
         options = options_of(c.options, [s.N - s.M] * s.B)
         check_dense(s, options, c.dtype, backend, seed, layout)
     elif c.layout == "packed":
-        longest, count = c.queries[1], chance.randint(1, SEQUENCES)
-        lengths_q = [chance.randint(0, longest) for _ in range(count)]
-        lengths_k = [keys(chance) for _ in range(count)]
-        s = Sizes(count, longest, max(1, *lengths_k), Hq, Hk, D, Dv)
+        count = chance.randint(1, SEQUENCES)
+        lengths_q = [chance.randint(0, queries[1]) for _ in range(count)]
+        lengths_k = [keys(chance, longest) for _ in range(count)]
+        s = Sizes(count, queries[1], max(1, *lengths_k), *heads)
         options = options_of(c.options, [n - m for m, n in zip(lengths_q, lengths_k, strict=True)])
         check_varlen(lengths_q, lengths_k, s, options, c.dtype, backend, seed, layout)
     else:
         filled = tuple(chance.randint(0, 26) for _ in range(CACHES))
-        cache = Cache(seed, c.dtype, filled, chance.randint(*c.queries), Hq, Hk, D, Dv)
+        cache = Cache(seed, c.dtype, filled, chance.randint(*queries), *heads)
         if chance.random() < 0.5:
             cache.to_pages(16)
         else:
@@ -215,9 +220,9 @@ def check(c: Combination, backend: str, chance: random.Random) -> None:
         cache.check(backend, options=without_gradients(options_of(c.options, [0])))
 
 
-def keys(chance: random.Random) -> int:
+def keys(chance: random.Random, longest: int) -> int:
     """How many keys; now and then a few or none."""
-    return chance.choice((chance.randint(0, 12), *(chance.randint(1, LONGEST),) * 3))
+    return chance.choice((chance.randint(0, 12), *(chance.randint(1, longest),) * 3))
 
 
 def test_the_combinations_hold_every_option() -> None:
