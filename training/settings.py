@@ -22,8 +22,7 @@ from .attention import ATTENTIONS, ON_CUDA_ALONE, WITHOUT_DROPOUT
 from .optimization import make_schedule
 
 TOKENIZERS = ("bytes", "bpe")
-ZERO = ("zero1", "zero2", "zero3")
-STRATEGIES = ("auto", "ddp", "fsdp2", *ZERO)
+STRATEGIES = ("auto", "ddp", "fsdp2")
 LIBRARIES = ("flashtile", "transformers")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "cuda")
@@ -162,7 +161,7 @@ def check(settings: Settings) -> None:
             f"{trainer.steps}"
         )
     make_schedule(settings.schedule, settings.optimizer.lr, trainer.steps)
-    if trainer.ema_decay is not None and trainer.strategy in ("fsdp2", *ZERO):
+    if trainer.ema_decay is not None and trainer.strategy == "fsdp2":
         raise ValueError("trainer.ema_decay: an average of sharded weights is not supported")
 
 
@@ -189,7 +188,6 @@ def _check_choices(settings: Settings) -> None:
         ("trainer.tensorboard", trainer.tensorboard, "tensorboard"),
         ("trainer.wandb", trainer.wandb, "wandb"),
         ("library", settings.library == "transformers", "transformers"),
-        ("trainer.strategy", trainer.strategy in ZERO, "deepspeed"),
     ):
         if asked and find_spec(package) is None:
             raise ValueError(
@@ -274,7 +272,9 @@ def _check_library(settings: Settings) -> None:
     if settings.library != "transformers":
         return
     config = model_config(settings, vocab_size=settings.data.vocab_size)
-    hugging_face.check(settings.attn)
+    if settings.attn not in hugging_face.ATTENTIONS:
+        names = ", ".join(hugging_face.ATTENTIONS)
+        raise ValueError(f"attn: {settings.attn!r}; library=transformers has {names}")
     for key, value, wanted in (
         ("data.packed", settings.data.packed, False),
         ("trainer.context_parallel", settings.trainer.context_parallel, 1),
@@ -283,7 +283,7 @@ def _check_library(settings: Settings) -> None:
             raise ValueError(f"{key}: {value!r}; library=transformers has only {wanted!r}")
     if settings.trainer.strategy == "fsdp2":
         raise ValueError("trainer.strategy: want auto or ddp with library=transformers")
-    hugging_face.gpt2_config(config)
+    hugging_face.gpt2_config(config, settings.attn)
 
 
 def _check_model(settings: Settings) -> None:
