@@ -65,11 +65,12 @@ class Backend(Protocol):
     def forward(
         self, problem: AttentionProblem, operands: Operands, into: Results | None = None
     ) -> Results:
-        """(out, lse).
+        """(out, lse). Every row of a sequence is written; one that sees no key has out 0 and lse
+        -inf. So have the rows of no sequence (behind the last one, or behind `seqused_q`).
 
         Args:
-            into: tensors to write them to, with any strides, in the results' dtypes. Rows of no
-                sequence may keep what they hold.
+            into: tensors to write them to, with any strides, in the results' dtypes. Their rows of
+                no sequence may keep what they hold: the caller fills them.
         """
 
     def prepared_forward(self, problem: AttentionProblem, tensors: Tensors) -> Run | None:

@@ -69,7 +69,7 @@ def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, T
     padding = len(with_padding.q) - len(q)
     total = lse_dtype(q.dtype)
     is_partial = len(plan.schedule.stages) > 1
-    # The first call of some heads writes all of their rows.
+    # The first call of some heads writes all of their rows, and a rank without rows has no call.
     tokens, heads, _ = q.shape
     dtype = total if is_partial else q.dtype
     padded = q.new_empty(tokens + padding, heads, v.shape[-1], dtype=dtype)
@@ -91,8 +91,6 @@ def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, T
                 merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
                 rows.copy_(merged_out)
                 statistics.copy_(merged_lse.mT)
-        elif step.is_first:
-            statistics.fill_(-torch.inf)
     return (padded.to(q.dtype) if is_partial else padded), lse
 
 
