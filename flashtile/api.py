@@ -19,7 +19,7 @@ from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts
 from .call.packing import as_batch, as_packed, tokens
 from .call.prepare import QKV, Given, prepare, with_dropout_seed
 from .call.score_function import outside_of_graphs
-from .gpu import workspace
+from .gpu import memory as workspace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -27,8 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITCallable, create_function_from_signature
 
-from flashtile.gpu.kernel_keys import precompute_key
-from flashtile.gpu.launch import Launch
+from flashtile.gpu.launch import Launch, precompute_key
 
 CHECKED = 40  # in the whole file, about a dozen
 FILE = Path(__file__).with_suffix(".txt")

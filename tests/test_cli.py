@@ -59,7 +59,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for name in cli.COMMANDS:
         assert name in printed
-        assert find_spec(f"flashtile.cli.{name}")
+        assert find_spec(f"flashtile.cli.{name.replace('-', '_')}")
 
 
 def test_only_the_command_asked_for_is_imported() -> None:

@@ -14,7 +14,7 @@ from flashtile import cli
 
 COMMANDS = {
     **{
-        f"flashtile {name}": import_module(f"flashtile.cli.{name}").add_arguments
+        f"flashtile {name}": import_module(f"flashtile.cli.{name.replace('-', '_')}").add_arguments
         for name in cli.COMMANDS
     },
     "python -m benchmarks": benchmarks.add_arguments,
@@ -44,7 +44,7 @@ def undescribed(add_arguments: Callable[[argparse.ArgumentParser], None]) -> lis
     add_arguments(parser)
     formatter = parser._get_formatter()
     return [
-        action.option_strings[-1]
+        (action.option_strings or [action.dest])[-1]
         for action in parser._actions
         if not _is_described(action, formatter)
     ]
@@ -54,7 +54,7 @@ def _is_described(action: argparse.Action, formatter: argparse.HelpFormatter) ->
     if not action.help:
         return False
     text = formatter._expand_help(action)
-    if action.nargs == 0:
+    if action.nargs == 0 or (action.required and action.default is None):
         return True
     default = action.default if isinstance(action.default, (list, tuple)) else [action.default]
     given = " ".join(map(str, default)) if action.default is not None else ""

@@ -17,7 +17,7 @@ import torch
 import flashtile
 from flashtile import as_flash_attn
 from flashtile.integrations import flash_attn
-from flashtile.integrations.flash_attn_modules import PACKAGES
+from flashtile.integrations.flash_attn_modules import INSTEAD, PACKAGES
 
 # The tests hide installed packages of these names.
 REAL = [package.distribution for package in PACKAGES if flash_attn.is_installed(package)]
@@ -156,6 +156,21 @@ def test_what_is_lacking_is_named():
         with pytest.raises(ModuleNotFoundError, match=r"flashtile has no flash_attn.models.vit"):
             importlib.import_module("flash_attn.models.vit")
         assert importlib.util.find_spec("flash_attn.models.vit") is None
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_to_use_instead_is_named(name):
+    """By an error for the whole module, or for the name in it."""
+    module, _, attribute = name.rpartition(".")
+    with flash_attn.install():
+        known = any(name in package.modules for package in PACKAGES)
+        with pytest.raises(ImportError, match=f"has no {name}; use {INSTEAD[name]}"):
+            importlib.import_module(name)
+        if importlib.util.find_spec(module) is not None and module != "flash_attn":
+            owner = importlib.import_module(module)
+            with pytest.raises(AttributeError, match=f"has no {name}; use {INSTEAD[name]}"):
+                getattr(owner, attribute)
+    assert not known
 
 
 @pytest.fixture

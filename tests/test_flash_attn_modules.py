@@ -17,16 +17,12 @@ from plain_layers import check_against_plain, plain_block
 from torch import nn
 
 from flashtile.integrations import flash_attn
+from flashtile.integrations.flash_attn_modules import INSTEAD
 from flashtile.models import gpt
 from flashtile.modules import block, embedding, mha, mlp
 
 TESTS = Path(__file__).parent
 FACTS = json.loads((TESTS / "flash_attn_modules.json").read_text())
-MISSING = (TESTS.parent / "docs" / "migrating.md").read_text()
-MISSING_METHODS = {
-    "models.gpt.GPTModel.tie_weights",
-    "models.gpt.GPTLMHeadModel.tie_weights",
-}
 NAMES = {"nn": nn, "F": F, "torch": torch, "partial": partial}
 LAYERS = {
     name: value
@@ -58,9 +54,10 @@ def test_arguments(path, installed):
     ours = found(path)
     in_class = inspect.isclass(found(path.rpartition(".")[0]))
     if ours is None:
-        # Of models and utilities the page names what there is.
-        named = path.startswith(("models.", "utils.")) or f"`{path.split('.')[2]}`" in MISSING
-        assert path in MISSING_METHODS if in_class else named
+        # An error says what to use instead of it, or of its module.
+        parts = f"flash_attn.{path}".split(".")
+        named = any(".".join(parts[:end]) in INSTEAD for end in range(len(parts) + 1))
+        assert named and not in_class
         return
     text = FACTS["signatures"][path].removeprefix("(").removesuffix(")")
     original = inspect.signature(eval(f"lambda {text}: None", dict(NAMES))).parameters.values()
@@ -169,11 +166,10 @@ def test_parts_of_a_model(seed):
     assert isinstance(parallel.mlp, mlp.GatedMlp)
     with pytest.raises(ValueError, match="layer_idx: needed with scale_attn_by_inverse_layer_idx"):
         gpt.create_mixer_cls(config)
-    for create in (gpt.create_mixer_cls, gpt.create_mlp_cls, gpt.create_block):
-        with pytest.raises(NotImplementedError, match="process_group: tensor parallelism is not"):
-            create(config, 0, object())
-    with pytest.raises(NotImplementedError, match="process_group: tensor parallelism is not"):
-        gpt.GPTLMHeadModel(config, object())
+    config.attn_dwconv = True
+    assert gpt.create_mixer_cls(config, 0)(32).dwconv
+    with pytest.raises(NotImplementedError, match="process_group: want None with dwconv"):
+        gpt.create_mixer_cls(config, 0, object())
 
 
 def test_positions_and_caches_of_a_model(seed):

@@ -133,6 +133,33 @@ FLASH_ATTN = {
         {"activation_function": "geglu", "n_inner": 100, "mlp_multiple_of": 8},
         {"activation": "geglu", "intermediate_size": 104},
     ),
+    "norms after the branches": (
+        {"prenorm": False, "word_embed_proj_dim": 512, "attn_dwconv": True},
+        {"prenorm": False, "word_embed_proj_dim": 512, "dwconv": True},
+    ),
+    "one norm for two branches": (
+        {"parallel_block": True, "parallel_block_tied_norm": True, "sequence_parallel": False},
+        {"parallel_block": True, "tied_norm": True, "sequence_parallel": False},
+    ),
+    "another head": (
+        {"lm_head_bias": True, "norm_head": True, "activation_function": "sqrelu"},
+        {"lm_head_bias": True, "norm_head": True, "activation": "sqrelu"},
+    ),
+    "factors of muP": (
+        {
+            "mup_embeddings_multiplier": 2.0,
+            "mup_output_multiplier": 3.0,
+            "mup_width_scale": 0.5,
+            "activation_function": "glu",
+        },
+        {
+            "embedding_multiplier": 2.0,
+            "output_multiplier": 3.0,
+            "width_scale": 0.5,
+            "activation": "glu",
+            "intermediate_size": 2048,
+        },
+    ),
     "gated in steps, of the default width": (
         {"activation_function": "swiglu", "mlp_multiple_of": 1000},  # 8 / 3 * 768 = 2048
         {"activation": "swiglu", "intermediate_size": 3000},
@@ -153,14 +180,9 @@ def test_from_flash_attn_s_gpt2(case):
 @pytest.mark.parametrize(
     ("added", "words"),
     [
-        ({"prenorm": False}, "prenorm: got prenorm=False; this model has prenorm=True only"),
-        (
-            {"lm_head_bias": True, "mup_width_scale": 0.5},
-            "lm_head_bias, mup_width_scale: got lm_head_bias=True, mup_width_scale=0.5",
-        ),
-        ({"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
-        ({"parallel_block_tied_norm": True}, "parallel_block_tied_norm"),
-        ({"word_embed_proj_dim": 8}, "word_embed_proj_dim"),
+        ({"prenorm": False, "parallel_block": True}, "prenorm: got False with parallel_block"),
+        ({"prenorm": False, "residual_in_fp32": True}, "prenorm: got False with parallel_block or"),
+        ({"parallel_block_tied_norm": True}, "tied_norm: got True, want False"),
         ({"qkv_proj_bias": False}, "qkv_proj_bias, out_proj_bias: got False and True"),
         ({"mlp_fc2_bias": False}, "mlp_fc1_bias, mlp_fc2_bias: got True and False"),
         ({"rotary_emb_fraction": 0.5}, "n_positions, rotary_emb_fraction: got n_positions=1024"),
@@ -168,7 +190,7 @@ def test_from_flash_attn_s_gpt2(case):
             {"n_positions": 0, "use_alibi": True, "rotary_emb_fraction": 1.0},
             "rotary_emb_fraction, use_alibi",
         ),
-        ({"activation_function": "sqrelu"}, "activation_function: got 'sqrelu'"),
+        ({"activation_function": "silu"}, "activation_function: got 'silu'"),
         ({"n_head_kv": 5}, "num_kv_heads: 5 does not divide num_heads 12"),
     ],
 )

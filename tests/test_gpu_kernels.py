@@ -27,7 +27,7 @@ import flashtile
 from flashtile.backends import triton
 from flashtile.backends.triton import plan
 from flashtile.call import memo
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.testing import generator, normal, paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_buffers")]
@@ -42,8 +42,8 @@ def tiles_come_through(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
     Compiled kernels are cached for the call, whose plan never changes otherwise.
     """
-    monkeypatch.setattr(relaunch, "_prepared", {})
-    monkeypatch.setattr(relaunch, "_compiled", {})
+    monkeypatch.setattr(launch_cache, "_prepared", {})
+    monkeypatch.setattr(launch_cache, "_compiled", {})
     if request.param == "descriptors":
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
         monkeypatch.setattr(plan, "SHORT", 0)

@@ -62,7 +62,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
-    ("absent_gpu", "current_layout", "block_tiles", "kernel_hints"),
+    ("gpu.absent", "current_layout", "kernel_hints"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.
@@ -82,9 +82,8 @@ HAS_TRITON = (
     "intrinsics",
     "dropout",
     "launch",
-    "direct_launch",
+    "launch_cache",
     "compilation",
-    "kernels_folder",
 )
 
 # The folders inside one backend: what each of them may import from.

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
-from flashtile import BlockMask, block_tiles
+from flashtile import BlockMask
+from flashtile.masks import block_tiles
 from flashtile.testing import generator, qkv
 
 SIZES = [((1, 1), (1, 1)), ((5, 7), (2, 4)), ((6, 4), (3, 2)), ((3, 300), (128, 128))]

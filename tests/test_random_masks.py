@@ -169,12 +169,12 @@ def prefers_descriptors(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that makes the Triton backend load tiles as in large calls."""
 
     def prefer() -> None:
-        from flashtile.gpu import relaunch  # wants Triton
+        from flashtile.gpu import launch_cache
 
         monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
         plan.plan.cache_clear()
         for memory in ("_prepared", "_compiled"):
-            monkeypatch.setattr(relaunch, memory, {})
+            monkeypatch.setattr(launch_cache, memory, {})
 
     yield prefer
     plan.plan.cache_clear()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.absent_gpu import TARGETS, current_target
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.cli import in_processes, model_calls, model_layers, warmup
 from flashtile.cli.model_layers import Layer, layers_of
+from flashtile.gpu.absent import TARGETS, current_target
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem
 

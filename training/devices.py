@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from flashtile.models.gpt import GPTLMHeadModel
 
 from .hugging_face import HuggingFaceGPT2
-from .settings import TrainerSettings
+from .settings import ZERO, TrainerSettings
 
 
-def launch(trainer: TrainerSettings) -> Fabric:
-    """Start the processes; every one of them returns from here."""
+def launch(trainer: TrainerSettings, grad_clip: float) -> Fabric:
+    """Start the processes; every one of them returns from here. `grad_clip` is for ZeRO."""
     strategy: str | Strategy = trainer.strategy
     if trainer.strategy == "fsdp2":
         strategy = ModelParallelStrategy(
@@ -29,6 +29,10 @@ def launch(trainer: TrainerSettings) -> Fabric:
             data_parallel_size=trainer.devices * trainer.num_nodes,
             tensor_parallel_size=1,
         )
+    if trainer.strategy in ZERO:
+        from .zero import Zero  # DeepSpeed is an extra
+
+        strategy = Zero(ZERO.index(trainer.strategy) + 1, grad_clip)
     fabric = Fabric(
         accelerator=trainer.accelerator,
         devices=trainer.devices,

@@ -8,7 +8,7 @@ bfloat16 autocast on a GPU.
 Each model has a process of its own. In it the attentions take turns on the same weights; the first
 steps of a turn are not timed. All train on equally many windows in a step; one that runs out of
 memory takes half as many at a time, and its row says so if one window is too much. `--ahead N`
-first compiles the kernels in N processes.
+first compiles the kernels in N processes. `--models gpt2s-hf` is the GPT-2 of transformers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.measure import peak_bytes
 from flashtile.cli.machine import missing_device, provenance
+from flashtile.losses.cross_entropy import CrossEntropyLoss
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 
 from .attention import ATTENTIONS, attention_named
+from .hugging_face import HuggingFaceGPT2
 from .metrics import NAN, known_peak_tflops
 
 MODELS = Path(__file__).parent / "config" / "model"
@@ -51,6 +53,7 @@ CONTEXTS: dict[str, dict[str, tuple[int, ...]]] = {  # tokens
     },
     "memory": {"gpt2s": tuple(1024 << doubled for doubled in range(7))},
 }
+THEIRS = "-hf"  # after the name of a GPT-2: that of transformers
 COMPILED = ("flex", "flashtile")  # in the first call, for seconds
 COLOURS = {
     "eager": "#7f7f7f",
@@ -159,6 +162,7 @@ def measure_figures(asked: argparse.Namespace, path: Path) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
     known = sorted(path.stem for path in MODELS.glob("*.yaml"))
+    known += [f"{name}{THEIRS}" for name in known if name.startswith("gpt2")]
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="python -m training.figures",
@@ -248,7 +252,7 @@ def measure(point: Point, plan: Plan) -> list[Row]:
     config = model_config(point, plan.vocab_size)
     torch.manual_seed(0)
     with device:
-        model = GPTLMHeadModel(config)
+        model = build(point.model, config)
         tokens = torch.randint(plan.vocab_size, (point.windows, point.context + 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     # Memory needs no timed steps, and only one turn.
@@ -267,9 +271,27 @@ def measure(point: Point, plan: Plan) -> list[Row]:
     return [row_of(point, name, turn, held, flops, peak) for name, turn in turns.items()]
 
 
+def build(name: str, config: GPTConfig) -> GPTLMHeadModel | HuggingFaceGPT2:
+    """The model of a point; its first turn decides on the attention."""
+    if name.endswith(THEIRS):
+        return HuggingFaceGPT2(config, "eager", activation_checkpointing=False)
+    return GPTLMHeadModel(config)
+
+
+def use(model: GPTLMHeadModel | HuggingFaceGPT2, name: str, context: int) -> None:
+    """Let the model attend with another attention."""
+    if isinstance(model, HuggingFaceGPT2):
+        model.attend_with(name)
+        return
+    layers: list[Any] = list(model.transformer.layers)
+    for layer in layers:
+        layer.mixer.attend = attention_named(name, context)
+
+
 def model_config(point: Point, vocab_size: int) -> GPTConfig:
     """The model of a point: its file in config/model, whose table of positions fits the context."""
-    own: dict[str, Any] = yaml.safe_load((MODELS / f"{point.model}.yaml").read_text("utf-8"))
+    name = point.model.removesuffix(THEIRS)
+    own: dict[str, Any] = yaml.safe_load((MODELS / f"{name}.yaml").read_text("utf-8"))
     if "max_position_embeddings" in own:
         own["max_position_embeddings"] = point.context
     if point.layers is not None:
@@ -278,7 +300,7 @@ def model_config(point: Point, vocab_size: int) -> GPTConfig:
 
 
 def take_turn(
-    model: GPTLMHeadModel,
+    model: GPTLMHeadModel | HuggingFaceGPT2,
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     name: str,
@@ -287,10 +309,6 @@ def take_turn(
     timed: int,
 ) -> None:
     """Some steps with one attention, in fewer windows at a time when memory runs out."""
-    attend = attention_named(name, tokens.shape[1] - 1)
-    layers: list[Any] = list(model.transformer.layers)
-    for layer in layers:
-        layer.mixer.attend = attend
 
     def step() -> None:
         train_step(model, optimizer, tokens, turn.micro_batch)
@@ -298,6 +316,7 @@ def take_turn(
     while not turn.failure:
         release(optimizer)
         try:
+            use(model, name, context=tokens.shape[1] - 1)
             for _ in range(untimed - 1):
                 step()
             turn.memory = max(turn.memory, peak_bytes(step, str(tokens.device)))
@@ -325,14 +344,14 @@ def release(optimizer: torch.optim.Optimizer) -> None:
 
 
 def train_step(
-    model: GPTLMHeadModel, optimizer: torch.optim.Optimizer, tokens: Tensor, micro_batch: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, micro_batch: int
 ) -> None:
     """One step of the optimizer on `tokens` (windows, context + 1)."""
     parts = tokens.split(micro_batch)
     for part in parts:
         inputs, targets = part[:, :-1].contiguous(), part[:, 1:].contiguous()
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            loss: Any = model(inputs, targets=targets)
+            loss: Any = model(inputs, targets=targets, loss=CrossEntropyLoss())
         (loss.loss * (len(part) / len(tokens))).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -415,7 +434,7 @@ def read_csv(path: Path) -> list[Row]:
 
 def line(row: Row) -> str:
     """One row as text."""
-    text = f"{row.figure:6} {row.model:7} {row.context:6,} {row.attn:10}"
+    text = f"{row.figure:6} {row.model:8} {row.context:6,} {row.attn:10}"
     if row.note:
         return f"{text}  {row.note}"
     text += f" {row.micro_batch:7} {row.seconds * 1e3:8,.1f} {row.tokens_per_second:11,.0f}"
@@ -426,7 +445,7 @@ def line(row: Row) -> str:
 def as_text(rows: Sequence[Row]) -> str:
     """All rows as a table, with the speed as a multiple of eager attention's."""
     eager = {(r.figure, r.model, r.context): r.seconds for r in rows if r.attn == "eager"}
-    heading = f"{'figure':6} {'model':7} {'tokens':>6} {'attn':10} {'at once':>7} {'ms':>8} "
+    heading = f"{'figure':6} {'model':8} {'tokens':>6} {'attn':10} {'at once':>7} {'ms':>8} "
     heading += f"{'tokens/s':>11} {'TFLOP/s':>7} {'MFU':>6} {'seen':>6} {'GiB':>7} {'x eager':>7}"
     lines = [heading]
     for row in rows:

@@ -27,11 +27,8 @@ class HuggingFaceGPT2(nn.Module):
         super().__init__()
         from transformers import GPT2LMHeadModel
 
-        if attn == "flashtile":
-            from flashtile.integrations import transformers as integration
-
-            integration.register()
-        self.gpt2 = GPT2LMHeadModel(gpt2_config(config, attn))
+        self.gpt2 = GPT2LMHeadModel(gpt2_config(config))
+        self.attend_with(attn)
         if activation_checkpointing:
             self.gpt2.gradient_checkpointing_enable()
         sizes = GPTLMHeadModel(config, device="meta")
@@ -41,6 +38,15 @@ class HuggingFaceGPT2(nn.Module):
     def blocks(self) -> nn.ModuleList:
         """The layers."""
         return self.gpt2.transformer.h
+
+    def attend_with(self, attn: str) -> None:
+        """Use another of ATTENTIONS; `ValueError` if it is none of them."""
+        check(attn)
+        if attn == "flashtile":
+            from flashtile.integrations import transformers as integration
+
+            integration.register()
+        self.gpt2.set_attn_implementation(ATTENTIONS[attn])
 
     def forward(
         self, input_ids: Tensor, *, targets: Tensor, loss: CrossEntropyLoss, **packing: None
@@ -59,7 +65,14 @@ class HuggingFaceGPT2(nn.Module):
         return ours.generate(input_ids, max_length, **options)
 
 
-def gpt2_config(config: GPTConfig, attn: str) -> Any:
+def check(attn: str) -> None:
+    """Raise `ValueError` if transformers does not have this attention."""
+    if attn not in ATTENTIONS:
+        names = ", ".join(ATTENTIONS)
+        raise ValueError(f"attn: {attn!r}; library=transformers has {names}")
+
+
+def gpt2_config(config: GPTConfig) -> Any:
     """The GPT2Config of transformers that is `config`.
 
     Raises:
@@ -67,7 +80,6 @@ def gpt2_config(config: GPTConfig, attn: str) -> Any:
     """
     from transformers import GPT2Config
 
-    keywords: Any = {"attn_implementation": ATTENTIONS[attn]}  # of the base class
     gpt2 = GPT2Config(
         vocab_size=config.vocab_size,
         n_positions=config.max_position_embeddings,
@@ -84,7 +96,6 @@ def gpt2_config(config: GPTConfig, attn: str) -> Any:
         tie_word_embeddings=config.tie_word_embeddings,
         bos_token_id=None,
         eos_token_id=None,
-        **keywords,
     )
     read = GPTConfig.from_transformers(gpt2)
     for field in dataclasses.fields(GPTConfig):

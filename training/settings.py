@@ -22,7 +22,8 @@ from .attention import ATTENTIONS, ON_CUDA_ALONE, WITHOUT_DROPOUT
 from .optimization import make_schedule
 
 TOKENIZERS = ("bytes", "bpe")
-STRATEGIES = ("auto", "ddp", "fsdp2")
+ZERO = ("zero1", "zero2", "zero3")
+STRATEGIES = ("auto", "ddp", "fsdp2", *ZERO)
 LIBRARIES = ("flashtile", "transformers")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "cuda")
@@ -161,7 +162,7 @@ def check(settings: Settings) -> None:
             f"{trainer.steps}"
         )
     make_schedule(settings.schedule, settings.optimizer.lr, trainer.steps)
-    if trainer.ema_decay is not None and trainer.strategy == "fsdp2":
+    if trainer.ema_decay is not None and trainer.strategy in ("fsdp2", *ZERO):
         raise ValueError("trainer.ema_decay: an average of sharded weights is not supported")
 
 
@@ -188,6 +189,7 @@ def _check_choices(settings: Settings) -> None:
         ("trainer.tensorboard", trainer.tensorboard, "tensorboard"),
         ("trainer.wandb", trainer.wandb, "wandb"),
         ("library", settings.library == "transformers", "transformers"),
+        ("trainer.strategy", trainer.strategy in ZERO, "deepspeed"),
     ):
         if asked and find_spec(package) is None:
             raise ValueError(
@@ -272,9 +274,7 @@ def _check_library(settings: Settings) -> None:
     if settings.library != "transformers":
         return
     config = model_config(settings, vocab_size=settings.data.vocab_size)
-    if settings.attn not in hugging_face.ATTENTIONS:
-        names = ", ".join(hugging_face.ATTENTIONS)
-        raise ValueError(f"attn: {settings.attn!r}; library=transformers has {names}")
+    hugging_face.check(settings.attn)
     for key, value, wanted in (
         ("data.packed", settings.data.packed, False),
         ("trainer.context_parallel", settings.trainer.context_parallel, 1),
@@ -283,7 +283,7 @@ def _check_library(settings: Settings) -> None:
             raise ValueError(f"{key}: {value!r}; library=transformers has only {wanted!r}")
     if settings.trainer.strategy == "fsdp2":
         raise ValueError("trainer.strategy: want auto or ddp with library=transformers")
-    hugging_face.gpt2_config(config, settings.attn)
+    hugging_face.gpt2_config(config)
 
 
 def _check_model(settings: Settings) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from .metrics import (
 from .optimization import make_optimizer, make_schedule
 from .sample import write_sample
 from .sequences import IGNORED, Sequences
-from .settings import FREE_ON_RESUME, Settings, differences, model_config, read_settings
+from .settings import FREE_ON_RESUME, ZERO, Settings, differences, model_config, read_settings
 
 CONFIG = Path(__file__).parent / "config"
 
@@ -80,7 +81,7 @@ class Run:
         """
         self.settings = settings
         self.folder = Path(settings.run_dir)
-        self.fabric = launch(settings.trainer)
+        self.fabric = launch(settings.trainer, settings.optimizer.grad_clip)
         context_parallel = settings.trainer.context_parallel
         self.sequences = Sequences(
             self.fabric, context_parallel, model_config(settings, settings.data.vocab_size)
@@ -102,10 +103,14 @@ class Run:
         if settings.trainer.compile:  # a block at a time: compiled once for all the layers
             for block in blocks_of(self.module):
                 block.compile()
-        self.model = self.fabric.setup_module(self.module)
-        self.optimizer: Any = self.fabric.setup_optimizers(
-            make_optimizer(self.module, settings.optimizer)
-        )
+        if settings.trainer.strategy in ZERO:  # they share what they divide
+            optimizer = make_optimizer(self.module, settings.optimizer)
+            self.model, self.optimizer = self.fabric.setup(self.module, optimizer)
+        else:
+            self.model = self.fabric.setup_module(self.module)
+            self.optimizer = self.fabric.setup_optimizers(
+                make_optimizer(self.module, settings.optimizer)
+            )
         self.average: AveragedModel | None = None
         if settings.trainer.ema_decay is not None:
             averaging = get_ema_multi_avg_fn(settings.trainer.ema_decay)
@@ -178,7 +183,7 @@ class Run:
             index = self.sequences.replica * passes + i
             torch.manual_seed(derived_seed(settings.seed, self.step, index))
             batch = self.training_batch(index)
-            with fabric.no_backward_sync(self.model, enabled=i < passes - 1):
+            with self.without_sync() if i < passes - 1 else nullcontext():
                 loss = self.loss(batch) / passes
                 fabric.backward(loss)
             total += loss.detach()
@@ -188,13 +193,21 @@ class Run:
         norm = fabric.clip_gradients(
             self.model, self.optimizer, max_norm=limit, error_if_nonfinite=False
         )
-        assert norm is not None  # it is for other ways of clipping
         self.optimizer.step()
+        if norm is None:  # DeepSpeed clips in its step
+            zero: Any = fabric.strategy
+            norm = torch.as_tensor(zero.gradient_norm(), device=fabric.device)
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update_parameters(self.module)
         self.step += 1
         return over_processes(fabric, total, "mean"), whole(norm), flops * self.sequences.replicas
+
+    def without_sync(self) -> AbstractContextManager[object]:
+        """In this block a backward adds to the gradients of this process alone."""
+        if self.settings.trainer.strategy in ZERO:  # its step, not its backward, ends a sum
+            return nullcontext()
+        return self.fabric.no_backward_sync(self.model)
 
     def training_batch(self, index: int) -> Batch:
         """Micro-batch number `index` of this step's batch, on the device."""

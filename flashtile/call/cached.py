@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from ..absent_gpu import current_target
 from ..backend_interface import PreparedForward
+from ..gpu.absent import current_target
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
 from ..problem import FLOAT8, AttentionProblem, Operands

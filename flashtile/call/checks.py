@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..gpu.workspace import MAX_SPLITS, workspace_size
+from ..gpu.memory import MAX_SPLITS, workspace_size
 from ..masks import MAX_INTERVALS, BlockMask, Spans, Window
 from ..problem import (
     DIFFERENTIABLE,

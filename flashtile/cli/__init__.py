@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Each command is a module of this folder with `add_arguments(parser)` and `run(args) -> int`. Only
-# the requested command is imported, because imports take seconds.
+# Each command is a module of this folder (- stands for _) with `add_arguments(parser)` and
+# `run(args) -> int`. Only the requested command is imported, because imports take seconds.
 COMMANDS = {
     "info": "show versions, devices, and which backends work here or why they do not",
     "check": "compare flashtile's results with float64 on this machine, and write a report",
     "tune": "measure tile sizes of the Triton backend on this GPU and keep the fastest",
     "warmup": "compile the GPU kernels before the first call that needs them",
+    "flash-attn": "let every process of this environment import flashtile as flash_attn",
 }
 
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description = f"{summary[0].upper()}{summary[1:]}."
         command = commands.add_parser(name, help=summary, description=description)
         if name == asked:
-            module = import_module(f".{name}", __name__)
+            module = import_module(f".{name.replace('-', '_')}", __name__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv, argparse.Namespace(command_line=argv))

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..absent_gpu import TARGETS, AbsentGpu
 from ..backends import BACKENDS
 from ..call import dispatch
 from ..call.layouts import Dense
 from ..call.prepare import describe
+from ..gpu.absent import TARGETS, AbsentGpu
 from ..gpu.hardware import TRITON_IS_INSTALLED
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress

@@ -18,10 +18,9 @@ from triton import AsyncCompileMode, JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from ..absent_gpu import AbsentGpu, current_target
 from ..lru import Memo
-from .kernel_keys import precompute_key
-from .launch import Launch
+from .absent import AbsentGpu, current_target
+from .launch import Launch, precompute_key
 from .next_pass import launches_of_next_pass
 
 # The variants that have been compiled by this process. Later calls do not start threads for them.

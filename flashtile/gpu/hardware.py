@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..absent_gpu import current_target
 from ..lru import memoised
+from .absent import current_target
 
 # Whether `import triton` would work, without importing it. Evaluated once at import, because
 # torch.compile cannot trace the search.

@@ -4,18 +4,24 @@ time for an absent device.
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
-from ..absent_gpu import current_target
-from .kernel_keys import precompute_key
-from .kernels_folder import read_kernels_folder
+from ..lru import memoised
+from .absent import current_target
 
 
 class Launch(NamedTuple):
@@ -110,3 +116,68 @@ def _call_with_scratch(function: Callable[..., Any], *arguments: Any) -> Any:
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Memory for tensor descriptors; PyTorch's allocator reuses it in stream order."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+# Cache keys of kernels that do not depend on what a process compiled earlier.
+#
+# Triton 3.6 hashes a kernel together with the constants of the functions it calls, but only of
+# functions that are already hashed (`DependenciesFinder._update_hash` reads a function's constants
+# before it computes its hash; later releases do not). A process that starts with another kernel
+# would therefore compute other keys and compile again. `precompute_key` hashes functions before
+# their callers.
+
+
+def precompute_key(kernel: Any) -> None:
+    """Compute the cache key of `kernel`, after those of the functions that it calls.
+
+    Interpreted kernels have no key.
+    """
+    if getattr(kernel, "hash", "") is None:
+        for name in _names(kernel.fn.__code__):
+            for function in _functions(kernel.fn.__globals__.get(name)):
+                precompute_key(function)
+        _ = kernel.cache_key
+
+
+def _names(code: Any) -> set[str]:
+    """All names in a function, including those in nested functions."""
+    inner = (constant for constant in code.co_consts if hasattr(constant, "co_names"))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _functions(x: Any) -> list[Any]:
+    """`x` itself, or the methods of an aggregate."""
+    return list(vars(x).values()) if getattr(x, "__triton_aggregate__", False) else [x]
+
+
+# The folder `FLASHTILE_KERNELS`, with kernels that were compiled elsewhere.
+#
+# `flashtile warmup --target` fills it as Triton's cache. It may then be moved and be read-only,
+# which Triton's cache may not: it names its files by their absolute paths, and Triton writes to it.
+
+
+@memoised(1)
+def read_kernels_folder() -> None:
+    """Copy the kernels that Triton's cache lacks into it, once in a process.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    named = os.environ.get("FLASHTILE_KERNELS")
+    if not named:
+        return
+    if not Path(named).is_dir():
+        raise FileNotFoundError(f"FLASHTILE_KERNELS: got {named!r}, want a folder")
+    cache = Path(knobs.cache.dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    for kernel in Path(named).iterdir():
+        place = cache / kernel.name
+        if kernel.is_dir() and not place.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                made = shutil.copytree(kernel, Path(folder, kernel.name))
+                for group in made.glob("__grp__*"):
+                    names = json.loads(group.read_text())["child_paths"]
+                    moved = {name: str(place / name) for name in names}
+                    group.write_text(json.dumps({"child_paths": moved}))
+                with suppress(OSError):  # another process or thread was faster
+                    made.rename(place)

@@ -26,7 +26,7 @@ from os import PathLike
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
-from .flash_attn_modules import PACKAGES, Contents, Package
+from .flash_attn_modules import PACKAGES, Contents, Package, missing
 
 _OWN_NAME = __name__.split(".")[0]
 
@@ -175,7 +175,7 @@ class _Finder(DistributionFinder):
         if _real_spec(fullname, path) is not None or _is_probe(sys._getframe(1)):
             return None
         # Not with the argument `name`: ``from ... import`` would then raise its own error instead.
-        raise ModuleNotFoundError(f"{_OWN_NAME} has no {fullname}")
+        raise ModuleNotFoundError(missing(fullname))
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
@@ -233,7 +233,7 @@ def _missing_from(module: str) -> Any:
         child = sys.modules.get(f"{module}.{name}")  # a submodule of a namespace package
         if child is not None:
             return child
-        raise AttributeError(f"{_OWN_NAME} has no {module}.{name}")
+        raise AttributeError(missing(f"{module}.{name}"))
 
     return __getattr__
 

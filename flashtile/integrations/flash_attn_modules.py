@@ -47,6 +47,8 @@ _SEVEN = (
     "flash_attn_with_kvcache",
 )
 
+_FAMILIES = ("baichuan", "bigcode", "btlm", "falcon", "gpt_neox", "gptj", "llama", "opt")
+
 FLASH_ATTN_2 = Package(
     distribution="flash-attn",
     version="2.8.4",
@@ -73,14 +75,20 @@ FLASH_ATTN_2 = Package(
         ),
         "flash_attn.models": Contents(),
         "flash_attn.models.gpt": Contents(("models.gpt",)),
+        **{
+            f"flash_attn.models.{family}": Contents(("models.hugging_face", "models.families"))
+            for family in _FAMILIES
+        },
         "flash_attn.modules": Contents(),
         "flash_attn.modules.block": Contents(("modules.block",)),
         "flash_attn.modules.embedding": Contents(("modules.embedding",)),
         "flash_attn.modules.mha": Contents(("modules.alibi", "modules.mha")),
-        "flash_attn.modules.mlp": Contents(("layers.dense", "modules.mlp")),
+        "flash_attn.modules.mlp": Contents(("layers.tensor_parallel", "modules.mlp")),
         "flash_attn.ops": Contents(),
         "flash_attn.ops.activations": Contents(("layers.activations",)),
-        "flash_attn.ops.fused_dense": Contents(("layers.dense", "modules.mlp")),
+        "flash_attn.ops.fused_dense": Contents(
+            ("layers.tensor_parallel", "layers.dense", "modules.mlp")
+        ),
         "flash_attn.ops.layer_norm": Contents(("layers.dropout_norm",)),
         "flash_attn.ops.rms_norm": Contents(("layers.dropout_norm",)),
         "flash_attn.ops.triton": Contents(),
@@ -92,9 +100,7 @@ FLASH_ATTN_2 = Package(
         "flash_attn.ops.triton.rotary": Contents(("layers.apply_rotary",)),
         "flash_attn.utils": Contents(),
         "flash_attn.utils.distributed": Contents(("layers.tensor_parallel",)),
-        "flash_attn.utils.generation": Contents(
-            ("models.generation",), names=("InferenceParams", "sample")
-        ),
+        "flash_attn.utils.generation": Contents(("models.generation", "models.decoding")),
     },
 )
 
@@ -125,3 +131,56 @@ FLASH_ATTN_4 = Package(
 )
 
 PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
+
+# Names that are missing -> what to use; of modules and of what they hold.
+INSTEAD = {
+    "flash_attn.flash_attn_interface.flash_attn_forward": "flash_attn_func",
+    "flash_attn.flash_attn_triton": "flash_attn_func, with bias= instead of attn_bias",
+    "flash_attn.flash_attn_triton_og": "flash_attn_func",
+    "flash_attn.flash_attention": "flash_attn.modules.mha",
+    "flash_attn.flash_blocksparse_attention": "flashtile.attention with block_mask=",
+    "flash_attn.fused_softmax": "flash_attn_func, or torch.softmax",
+    "flash_attn.layers.rotary.ApplyRotaryEmb": "apply_rotary_emb",
+    "flash_attn.layers.rotary.ApplyRotaryEmbQKV_": "apply_rotary_emb_qkv_",
+    "flash_attn.layers.rotary.ApplyRotaryEmbKV_": "apply_rotary_emb_kv_",
+    "flash_attn.models.bert": "BERT of transformers with flashtile.integrations.transformers",
+    "flash_attn.models.vit": "a model of timm with flashtile.integrations.sdpa",
+    "flash_attn.models.llama.config_from_checkpoint": "transformers.LlamaConfig.from_pretrained",
+    "flash_attn.models.llama.config_from_hf_checkpoint": "transformers.LlamaConfig.from_pretrained",
+    "flash_attn.models.llama.config_from_meta_checkpoint": "transformers.LlamaConfig",
+    "flash_attn.models.llama.state_dicts_from_checkpoint": "torch.load",
+    "flash_attn.ops.activations.FastGeLUFunction": "fast_gelu_impl",
+    "flash_attn.ops.activations.GeLUFunction": "bias_gelu_impl",
+    "flash_attn.ops.activations.SwiGLUFunction": "swiglu",
+    "flash_attn.ops.fused_dense.FusedDenseFunc": "fused_dense_func",
+    "flash_attn.ops.fused_dense.FusedMLPFunc": "fused_mlp_func",
+    "flash_attn.ops.layer_norm.DropoutAddLayerNormFn": "dropout_add_layer_norm",
+    "flash_attn.ops.layer_norm.DropoutAddLayerNormSubsetFn": "dropout_add_layer_norm_subset",
+    "flash_attn.ops.layer_norm.DropoutAddLayerNormParallelResidualFn": (
+        "dropout_add_layer_norm_parallel_residual"
+    ),
+    "flash_attn.ops.triton.cross_entropy.CrossEntropyLoss": "cross_entropy_loss",
+    "flash_attn.ops.triton.layer_norm.LayerNormFn": "layer_norm_fn",
+    "flash_attn.ops.triton.layer_norm.LayerNormLinearFn": "layer_norm_linear_fn",
+    "flash_attn.ops.triton.layer_norm.layer_norm_ref": "torch.nn.functional.layer_norm",
+    "flash_attn.ops.triton.layer_norm.rms_norm_ref": "torch.nn.functional.rms_norm",
+    "flash_attn.ops.triton.mlp.FusedDenseSqreluDenseFunc": "fused_dense_sqrelu_dense_function",
+    "flash_attn.utils.benchmark": "torch.utils.benchmark",
+    "flash_attn.utils.distributed.AllGatherFunc": "all_gather",
+    "flash_attn.utils.distributed.AllReduceFunc": "all_reduce",
+    "flash_attn.utils.distributed.ReduceScatterFunc": "reduce_scatter",
+    "flash_attn.utils.generation.DecodingCGCache": "decode with cg=True",
+    "flash_attn.utils.generation.allocate_inference_cache": "model.allocate_inference_cache",
+    "flash_attn.utils.generation.capture_graph": "decode with cg=True",
+    "flash_attn.utils.generation.update_graph_cache": "decode with cg=True",
+    "flash_attn.utils.library": "torch.library",
+    "flash_attn.utils.pretrained": "GPTLMHeadModel.from_pretrained",
+    "flash_attn.utils.testing": "flashtile.testing",
+    "flash_attn.utils.torch": "torch.amp",
+}
+
+
+def missing(name: str) -> str:
+    """What to say about a name that flashtile lacks."""
+    instead = INSTEAD.get(name)
+    return f"flashtile has no {name}" + (f"; use {instead}" if instead else "")

@@ -13,36 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "Activation",
-    "bias_gelu",
-    "bias_gelu_back",
-    "bias_gelu_impl",
-    "cosh",
-    "fast_gelu_impl",
-    "gelu",
-    "gelu_approx",
-    "gelu_approx_grad",
-    "gelu_bwd",
-    "gelu_fwd",
-    "gelu_grad",
-    "get_triton_activation_bwd_kernel",
-    "get_triton_activation_kernel",
-    "leaky_relu",
-    "leaky_relu_grad",
-    "relu",
-    "relu_bwd",
-    "relu_grad",
-    "sqrelu_bwd",
-    "sqrelu_fwd",
-    "squared_relu",
-    "squared_relu_grad",
-    "swiglu",
-    "swiglu_bwd",
-    "swiglu_fwd",
-    "tanh",
-]
-
 Function = Callable[[Tensor], Tensor]
 
 

@@ -20,18 +20,7 @@ from .activations import (
     relu,
     squared_relu,
 )
-from .tensor_parallel import ColumnParallelLinear, Group, RowParallelLinear, shared
-
-__all__ = [
-    "ColumnParallelLinear",
-    "FusedDense",
-    "RowParallelLinear",
-    "fused_dense_func",
-    "fused_dense_sqrelu_dense_function",
-    "fused_mlp_func",
-    "triton_dgrad_act",
-    "triton_linear_act",
-]
+from .tensor_parallel import Group, shared
 
 MLP_ACTIVATIONS = {"gelu_approx": gelu_approx, "relu": relu, "sqrelu": squared_relu}
 

@@ -17,20 +17,6 @@ from torch import Tensor, nn
 from . import norm
 from .norm import dropped, layer_norm_fn, normed
 
-__all__ = [
-    "DropoutAddLayerNorm",
-    "DropoutAddRMSNorm",
-    "RMSNorm",
-    "dropout_add_layer_norm",
-    "dropout_add_layer_norm_parallel_residual",
-    "dropout_add_layer_norm_subset",
-    "dropout_add_rms_norm",
-    "dropout_add_rms_norm_parallel_residual",
-    "dropout_add_rms_norm_subset",
-    "layer_norm",
-    "rms_norm",
-]
-
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
     """LayerNorm of x (..., features), in its dtype."""

@@ -10,7 +10,6 @@ fuses them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autocast import autocast_dtype
-
-__all__ = [
-    "RMSNorm",
-    "layer_norm_fn",
-    "layer_norm_linear_fn",
-    "layer_norm_ref",
-    "rms_norm_fn",
-    "rms_norm_ref",
-]
 
 
 def layer_norm_fn(
@@ -136,12 +126,7 @@ def dropped(x: Tensor, p: float, scale: Tensor | None = None) -> tuple[Tensor, T
     if p == 0.0:
         return x, None
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
-    return kept(x, mask, p), mask
-
-
-def kept(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Dropout at rate p with a given mask, True where kept."""
-    return x.masked_fill(~mask, 0.0) / (1.0 - p)
+    return x.masked_fill(~mask, 0.0) / (1.0 - p), mask
 
 
 def normed(
@@ -184,54 +169,6 @@ def layer_norm_linear_fn(
     linear_bias = None if linear_bias is None else linear_bias.to(y.dtype)
     result = F.linear(y, linear_weight.to(y.dtype), linear_bias)
     return (result, total) if prenorm else result
-
-
-def layer_norm_ref(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    x1: Tensor | None = None,
-    weight1: Tensor | None = None,
-    bias1: Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: Tensor | None = None,
-    prenorm: bool = False,
-    zero_centered_weight: bool = False,
-    dropout_mask: Tensor | None = None,
-    dropout_mask1: Tensor | None = None,
-    upcast: bool = False,
-    *,
-    is_rms_norm: bool = False,
-) -> Any:
-    """`layer_norm_fn` with given masks, computed in the dtype of x, or in float32 with upcast."""
-    dtype = x.dtype
-    if x1 is not None and rowscale is not None:
-        raise ValueError("rowscale: want None with x1")
-    stream = x.float() if upcast else x
-    if rowscale is not None:
-        stream = stream * rowscale.unsqueeze(-1)
-    branches = [(stream, dropout_mask)]
-    if x1 is not None:
-        branches.append((x1.to(stream.dtype), dropout_mask1))
-    stream, *others = (
-        F.dropout(branch, dropout_p) if mask is None else kept(branch, mask, dropout_p)
-        for branch, mask in branches
-    )
-    for branch in (*others, residual):
-        stream = stream if branch is None else (stream + branch).to(stream.dtype)
-    results = []
-    for factor, term in ((weight, bias), (weight1, bias1)):
-        if factor is not None:
-            factor = factor + 1.0 if zero_centered_weight else factor
-            wide = stream if is_rms_norm else stream.to(factor.dtype)
-            results.append(normed(wide, factor, term, eps, is_rms_norm).to(dtype))
-    results += [stream] if prenorm else []
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-rms_norm_ref = partial(layer_norm_ref, is_rms_norm=True)
 
 
 class RMSNorm(nn.Module):

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from ..kernel_hints import ignored
 
-__all__ = ["PatchEmbed"]
-
 
 class PatchEmbed(nn.Module):
     """A linear layer of each patch of an image.

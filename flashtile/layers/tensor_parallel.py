@@ -16,21 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+# Newer releases of PyTorch have other names.
+_GATHER = ("all_gather_single", "all_gather_into_tensor")
+_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
+
 Group = Any  # torch.distributed.ProcessGroup, which is missing where PyTorch is built without it
 
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "all_gather",
-    "all_gather_raw",
-    "all_reduce",
-    "all_reduce_raw",
-    "allreduce_sequence_parallel_grad",
-    "get_dim_for_local_rank",
-    "reduce_scatter",
-    "reduce_scatter_raw",
-    "sync_shared_params",
-]
+
+def _first_of(names: tuple[str, ...]) -> Callable[..., Any]:
+    return next(getattr(distributed, name) for name in names if hasattr(distributed, name))
 
 
 def all_gather_raw(
@@ -39,10 +33,10 @@ def all_gather_raw(
     """(the processes' rows one after the other, a handle to wait for), without gradient."""
     world = distributed.get_world_size(process_group)
     output = input_.new_empty(world * input_.shape[0], *input_.shape[1:])
-    handle = distributed.all_gather_into_tensor(
-        output, input_.contiguous(), group=process_group, async_op=async_op
+    gather = _first_of(_GATHER)
+    return output, gather(
+        output, input_.detach().contiguous(), group=process_group, async_op=async_op
     )
-    return output, handle
 
 
 def reduce_scatter_raw(
@@ -57,17 +51,17 @@ def reduce_scatter_raw(
     if rows % world:
         raise ValueError(f"input_: got {rows} rows, want a multiple of the {world} processes")
     output = input_.new_empty(rows // world, *input_.shape[1:])
-    handle = distributed.reduce_scatter_tensor(
-        output, input_.contiguous(), group=process_group, async_op=async_op
+    scatter = _first_of(_SCATTER)
+    return output, scatter(
+        output, input_.detach().contiguous(), group=process_group, async_op=async_op
     )
-    return output, handle
 
 
 def all_reduce_raw(
     input_: Tensor, process_group: Group, async_op: bool = False
 ) -> tuple[Tensor, Any]:
     """(the processes' sum, a handle to wait for), without gradient."""
-    output = input_.clone(memory_format=torch.contiguous_format)
+    output = input_.detach().clone(memory_format=torch.contiguous_format)
     return output, distributed.all_reduce(output, group=process_group, async_op=async_op)
 
 

@@ -1,7 +1,7 @@
 """Masks: the one rule of visible keys (`rules`), block masks, and masks as spans."""
 
-from ..block_tiles import EMPTY, FULL, PARTIAL
 from .block_mask import BlockMask
+from .block_tiles import EMPTY, FULL, PARTIAL
 from .rules import (
     WIDEST,
     Chunk,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block_tiles import (
+from .block_tiles import (
     EMPTY,
     FULL,
     PARTIAL,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import generation, gpt, gpt_config, hugging_face
+    from . import decoding, families, generation, gpt, gpt_config, hugging_face
 else:
     __getattr__, __dir__ = lazy.submodules(
-        __name__, "generation", "gpt", "gpt_config", "hugging_face"
+        __name__, "decoding", "families", "generation", "gpt", "gpt_config", "hugging_face"
     )

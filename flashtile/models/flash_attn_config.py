@@ -1,29 +1,41 @@
 """flash-attn's additions to a transformers ``GPT2Config``, as fields of a `GPTConfig`.
 
-``flash_attn.models.gpt`` reads attributes that transformers' class does not declare. An attribute
-that changes the model is honoured or raises an error. Attributes that only choose a kernel
-(``use_flash_attn``, ``fused_mlp``, ``fused_bias_fc``, ``fused_dropout_add_ln``,
-``mlp_checkpoint_lvl``) or divide the work among processes (``sequence_parallel``) change no result
-and are ignored.
+``flash_attn.models.gpt`` reads attributes that transformers' class does not declare. Attributes
+that only choose a kernel change no result; they are named as `kernel_hints` says.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Attributes that change the model but have no field in `GPTConfig`, with their neutral values.
-_NOT_HERE: dict[str, Any] = {
-    "attn_dwconv": False,
-    "lm_head_bias": False,
-    "mup_embeddings_multiplier": 1.0,
-    "mup_output_multiplier": 1.0,
-    "mup_width_scale": 1.0,
-    "norm_head": False,
-    "parallel_block_tied_norm": False,
-    "prenorm": True,
-    "rotary_emb_scale_base": None,
-    "word_embed_proj_dim": None,
-}
+from ..kernel_hints import ignored
+
+_KERNELS = (
+    "use_flash_attn",
+    "fused_mlp",
+    "fused_bias_fc",
+    "fused_dense_sqrelu_dense",
+    "fused_dropout_add_ln",
+    "mlp_checkpoint_lvl",
+)
+# Attributes that are fields of a `GPTConfig`: their names, the fields', and their defaults.
+_SAME: tuple[tuple[str, str, Any], ...] = (
+    ("n_head_kv", "num_kv_heads", None),
+    ("head_dim", "head_dim", None),
+    ("lm_head_bias", "lm_head_bias", False),
+    ("norm_head", "norm_head", False),
+    ("word_embed_proj_dim", "word_embed_proj_dim", None),
+    ("prenorm", "prenorm", True),
+    ("parallel_block", "parallel_block", False),
+    ("parallel_block_tied_norm", "tied_norm", False),
+    ("attn_dwconv", "dwconv", False),
+    ("window_size", "window_size", (-1, -1)),
+    ("residual_in_fp32", "residual_in_fp32", False),
+    ("mup_embeddings_multiplier", "embedding_multiplier", 1.0),
+    ("mup_output_multiplier", "output_multiplier", 1.0),
+    ("mup_width_scale", "width_scale", 1.0),
+    ("sequence_parallel", "sequence_parallel", True),
+)
 _GATED_MULTIPLE = 128  # flash-attn rounds the width of a gated MLP up to a multiple of this
 
 
@@ -38,34 +50,21 @@ def added_fields(config: Any, activation: str, gated: bool) -> dict[str, Any]:
     Raises:
         ValueError: `GPTModel` does not support an attribute's value; the message names both.
     """
-    refused = {
-        name: getattr(config, name, neutral)
-        for name, neutral in _NOT_HERE.items()
-        if getattr(config, name, neutral) != neutral
-    }
-    if refused:
-        values = ", ".join(f"{name}={value!r}" for name, value in refused.items())
-        neutral = ", ".join(f"{name}={_NOT_HERE[name]!r}" for name in refused)
-        raise ValueError(f"{', '.join(refused)}: got {values}; this model has {neutral} only")
+    ignored("GPT2Config", **{name: getattr(config, name, None) for name in _KERNELS})
     multiple = getattr(config, "pad_vocab_size_multiple", 1)
     width = config.n_inner
     if gated:
         step = getattr(config, "mlp_multiple_of", _GATED_MULTIPLE)
         wanted = 8 * config.hidden_size // 3 if width is None else width
         width = -(-wanted // step) * step
-    fields = {
+    fields = {field: getattr(config, name, default) for name, field, default in _SAME} | {
         "vocab_size": -(-config.vocab_size // multiple) * multiple,
-        "num_kv_heads": getattr(config, "n_head_kv", None),
-        "head_dim": getattr(config, "head_dim", None),
         "intermediate_size": width,
         "norm": "rms_norm" if getattr(config, "rms_norm", False) else "layer_norm",
         "activation": activation,
         "attention_bias": _both(config, "qkv_proj_bias", "out_proj_bias"),
         "mlp_bias": _both(config, "mlp_fc1_bias", "mlp_fc2_bias"),
-        "parallel_block": getattr(config, "parallel_block", False),
-        "window_size": getattr(config, "window_size", (-1, -1)),
         "softmax_scale": _softmax_scale(config),
-        "residual_in_fp32": getattr(config, "residual_in_fp32", False),
     }
     return fields | _positions(config)
 
@@ -113,5 +112,6 @@ def _positions(config: Any) -> dict[str, Any]:
             "rotary_fraction": fraction,
             "rotary_base": getattr(config, "rotary_emb_base", 10000.0),
             "rotary_interleaved": getattr(config, "rotary_emb_interleaved", False),
+            "rotary_scale_base": getattr(config, "rotary_emb_scale_base", None),
         }
     return fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import current_layout
+from ..layers.activations import squared_relu
+from ..layers.tensor_parallel import (
+    Group,
+    all_gather_raw,
+    linears,
+    shared,
+    sync_shared_params,
+)
 from ..losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from ..modules.attend import Attend, flash_attend
 from ..modules.block import Block, ParallelBlock, norm_of
-from ..modules.embedding import GPT2Embeddings
+from ..modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings
 from ..modules.inference import InferenceParams
-from ..modules.mha import MHA
-from ..modules.mlp import GatedMlp, Mlp
-from . import generation, hugging_face
+from ..modules.mha import MHA, ParallelMHA
+from ..modules.mlp import GatedMlp, Mlp, ParallelGatedMlp, ParallelMLP
+from . import decoding, generation, hugging_face
 from .gpt_config import GPTConfig
+from .hugging_face import remap_state_dict_hf_gpt2, remap_state_dict_megatron
+from .shards import combine_state_dicts_tp, shard_state_dict_tp
 
 __all__ = [
     "CausalLMLoss",
@@ -33,17 +43,23 @@ __all__ = [
     "GPTLMHeadModel",
     "GPTModel",
     "GPTPreTrainedModel",
+    "combine_state_dicts_tp",
     "create_block",
     "create_mixer_cls",
     "create_mlp_cls",
+    "remap_state_dict_hf_gpt2",
+    "remap_state_dict_megatron",
+    "shard_state_dict_tp",
 ]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "sqrelu": squared_relu,
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "glu": F.sigmoid,
 }
 _NORMS: dict[str, type[nn.Module]] = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
 
@@ -83,30 +99,26 @@ class GPTPreTrainedModel(nn.Module):
         """Load a model of Hugging Face with transformers, as a `GPTLMHeadModel`.
 
         Args:
-            model_name: name or folder of a GPT-2, Llama or Mistral.
+            model_name: name or folder of a model of a family that `GPTConfig.from_transformers`
+                knows.
             config: `GPTConfig`, or a config of transformers, perhaps with flash-attn's additional
                 attributes; its vocabulary may be padded.
             args, kwargs, device, dtype: of the constructor.
             strict: raise an error for weights that are missing or have no parameter.
-            world_size, rank: 1 and 0; tensor parallelism is not supported.
+            world_size, rank: number of processes that share the model, and this one's; with a
+                `process_group` in `args` or `kwargs`.
 
         Raises:
-            NotImplementedError: world_size or rank.
             ValueError: the weights do not fit the config.
         """
-        if (world_size, rank) != (1, 0):
-            raise NotImplementedError(
-                f"world_size, rank: got {world_size} and {rank}; tensor parallelism is not "
-                "supported, want 1 and 0"
-            )
         from transformers import AutoModelForCausalLM
 
         theirs = AutoModelForCausalLM.from_pretrained(model_name)
         model = cls(config, *args, device=device, dtype=dtype, **kwargs)
-        state = hugging_face.state_dict_from_transformers(theirs.state_dict(), model.config)
-        for name in ("transformer.embeddings.word_embeddings.weight", "lm_head.weight"):
-            padding = model.config.vocab_size - state[name].shape[0]
-            state[name] = F.pad(state[name], (0, 0, 0, padding))
+        family = theirs.config.model_type
+        state = hugging_face.remap(theirs.state_dict(), model.config, family=family)
+        if world_size > 1:
+            state = shard_state_dict_tp(state, model.config, world_size, rank)
         model.load_state_dict(state, strict=strict)
         return model
 
@@ -115,21 +127,19 @@ class GPTModel(GPTPreTrainedModel):
     """Embeddings, blocks and a final norm: maps tokens to features.
 
     Args:
-        config: `GPTConfig`, or a transformers GPT2Config, LlamaConfig or MistralConfig.
+        config: `GPTConfig`, or a config of transformers that `GPTConfig.from_transformers` reads.
         attend: function that computes self-attention; flashtile by default.
         activation_checkpointing: in training mode, recompute each block in the backward instead of
             keeping its activations. May be changed at any time.
-        process_group: None; tensor parallelism is not supported.
+        process_group: of torch.distributed. Each process has some heads, some features of the MLPs
+            and some words, and with the config's `sequence_parallel` some tokens between layers.
         device, dtype: of the parameters.
-
-    Raises:
-        NotImplementedError: process_group is given.
     """
 
     def __init__(
         self,
         config: Any,
-        process_group: None = None,
+        process_group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -140,27 +150,40 @@ class GPTModel(GPTPreTrainedModel):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         config = self.config
         self.activation_checkpointing = activation_checkpointing
-        self.embeddings = GPT2Embeddings(
-            config.hidden_size,
-            config.vocab_size,
-            config.max_position_embeddings if config.position == "learned" else 0,
-            **where,
-        )
+        self.process_group = process_group
+        positions = config.max_position_embeddings if config.position == "learned" else 0
+        sizes = (config.hidden_size, config.vocab_size, positions)
+        if process_group is None:
+            width = config.word_embed_proj_dim
+            self.embeddings: Any = GPT2Embeddings(*sizes, word_embed_proj_dim=width, **where)
+        else:
+            shares = {"sequence_parallel": config.sequence_parallel}
+            self.embeddings = ParallelGPT2Embeddings(*sizes, process_group, **shares, **where)
         self.layers = nn.ModuleList(
             create_block(config, layer_idx, process_group, attend=attend, **where)
             for layer_idx in range(config.num_layers)
         )
-        self.drop_f = nn.Dropout(config.residual_dropout)
-        self.ln_f = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
-        self.apply(partial(_initialize, std=config.initializer_range))
+        if config.prenorm:
+            self.drop_f = nn.Dropout(config.residual_dropout)
+            self.ln_f: Any = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
+            for parameter in self.ln_f.parameters() if process_group is not None else ():
+                parameter._shared_params = True
+                parameter._sequence_parallel = config.sequence_parallel
+        self.apply(partial(_initialize, config=config))
         # GPT-2 scales these weights, because each layer adds two branches to the residual stream,
         # whose variance would grow with the number of layers.
-        branch_std = config.initializer_range / math.sqrt(2 * config.num_layers)
+        branch_std = _linear_std(config) / math.sqrt(2 * config.num_layers)
         layers: list[Any] = list(self.layers)
         for layer in layers:
             layer.mixer.rotary_emb = layers[0].mixer.rotary_emb  # one table of angles for all
             nn.init.normal_(layer.mixer.out_proj.weight, std=branch_std)
             nn.init.normal_(layer.mlp.fc2.weight, std=branch_std)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Copy the first process's values of the parameters that all processes have."""
+        if self.process_group is not None:
+            sync_shared_params(self, self.process_group)
 
     def forward(
         self,
@@ -178,9 +201,13 @@ class GPTModel(GPTPreTrainedModel):
         _check_tokens(input_ids, cu_seqlens, max_seqlen)
         if position_ids is None:
             position_ids = self._positions(input_ids, cu_seqlens, max_seqlen, inference_params)
+        shares_tokens = self.process_group is not None and self.config.sequence_parallel
+        together = {"combine_batch_seqlen_dim": True} if shares_tokens else {}
+        embedded = self.embeddings(input_ids, position_ids, **together)
         # The branches that are not yet added, and the residual stream.
-        state: tuple[Tensor, ...] = (self.embeddings(input_ids, position_ids),)
+        state: tuple[Tensor, ...] = (embedded * self.config.embedding_multiplier,)
         arguments = {
+            "seqlen": input_ids.shape[1] if shares_tokens else None,
             "cu_seqlens": cu_seqlens,
             "max_seqlen": max_seqlen,
             "inference_params": inference_params,
@@ -189,12 +216,16 @@ class GPTModel(GPTPreTrainedModel):
         layers: list[Any] = list(self.layers)
         for layer in layers:
             if recompute:
-                if not (layer.dropout1.p or layer.dropout2.p):
+                if self.config.prenorm and not (layer.dropout1.p or layer.dropout2.p):
                     state = (_sum(state),)  # one tensor to keep instead of two or three
                 apply = partial(current_layout.kept(layer), mixer_kwargs=arguments)
                 state = checkpoint(apply, *state, use_reentrant=False)
             else:
                 state = layer(*state, mixer_kwargs=arguments)
+            if not self.config.prenorm:
+                state = (cast(Tensor, state),)
+        if not self.config.prenorm:
+            return state[0]
         *branches, stream = state
         stream = _sum((*map(self.drop_f, branches), stream))
         return norm_of(self.ln_f, stream)
@@ -238,7 +269,7 @@ class GPTModel(GPTPreTrainedModel):
         return (row - cu_seqlens[document]).clamp(0, longest - 1)
 
 
-class GPTLMHeadModel(GPTPreTrainedModel):
+class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
     """`GPTModel` and a linear layer from features to the logits of the next token.
 
     Args:
@@ -248,7 +279,7 @@ class GPTLMHeadModel(GPTPreTrainedModel):
     def __init__(
         self,
         config: Any,
-        process_group: None = None,
+        process_group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -265,10 +296,23 @@ class GPTLMHeadModel(GPTPreTrainedModel):
             activation_checkpointing=activation_checkpointing,
             **where,
         )
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **where)
-        _initialize(self.lm_head, config.initializer_range)
-        if config.tie_word_embeddings:
+        self.process_group = process_group
+        width = config.word_embed_proj_dim
+        self.project_out: nn.Module | None = None
+        if width is not None:
+            self.project_out = nn.Linear(config.hidden_size, width, bias=False, **where)
+            _initialize(self.project_out, config)
+        make, _ = linears(process_group, config.sequence_parallel)
+        sizes = (config.hidden_size if width is None else width, config.vocab_size)
+        self.lm_head = make(*sizes, bias=config.lm_head_bias, **where)
+        _initialize(self.lm_head, config)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Let the head share the weight of the word embeddings, if the config says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.transformer.embeddings.word_embeddings.weight
+        self.transformer.tie_weights()
 
     @classmethod
     def from_transformers(cls, model: Any, **keywords: Any) -> GPTLMHeadModel:
@@ -276,7 +320,7 @@ class GPTLMHeadModel(GPTPreTrainedModel):
         evaluation mode.
 
         Args:
-            model: a GPT2LMHeadModel, LlamaForCausalLM or MistralForCausalLM of transformers.
+            model: a model for language of a family that `GPTConfig.from_transformers` knows.
             keywords: arguments of the constructor; device and dtype are those of `model` by
                 default.
 
@@ -284,7 +328,9 @@ class GPTLMHeadModel(GPTPreTrainedModel):
             ValueError: `model` has an option that `GPTConfig` lacks; the message names it.
         """
         ours = cls(model.config, **{"device": model.device, "dtype": model.dtype, **keywords})
-        state = hugging_face.state_dict_from_transformers(model.state_dict(), ours.config)
+        state = hugging_face.state_dict_from_transformers(
+            model.state_dict(), ours.config, model.config.model_type
+        )
         ours.load_state_dict(state)
         return ours.eval()
 
@@ -328,27 +374,53 @@ class GPTLMHeadModel(GPTPreTrainedModel):
         hidden = self.transformer(
             input_ids, position_ids, inference_params, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        scale = self.config.output_multiplier * self.config.width_scale
+        hidden = hidden if scale == 1.0 else hidden * scale
+        weight, bias = self.lm_head.weight, self.lm_head.bias
+        if self.config.norm_head:
+            weight = F.normalize(weight)
         if targets is not None:
+            if self.process_group is not None:
+                raise NotImplementedError(
+                    "targets: want None with a process_group; give the logits to a "
+                    "CrossEntropyLoss with this process_group"
+                )
             if current_layout.get() is not None and (loss is None or loss.reduction == "mean"):
                 raise ValueError(
                     "loss: got the mean over this rank's tokens inside `with layout:`; want "
                     "reduction='sum', divided by the number of targets of all ranks"
                 )
-            return CausalLMLoss(linear_cross_entropy(hidden, self.lm_head.weight, targets, loss))
+            return CausalLMLoss(linear_cross_entropy(hidden, weight, targets, loss, bias=bias))
         if num_last_tokens > 0:
             if current_layout.get() is not None:
                 raise NotImplementedError("num_last_tokens: not supported inside `with layout:`")
             hidden = hidden[..., -num_last_tokens:, :]
-        return CausalLMOutput(self.lm_head(hidden))
+        if not self.config.norm_head:
+            logits = self.lm_head(hidden)
+        else:
+            if self.process_group is not None:
+                hidden = shared(hidden, self.process_group, self.config.sequence_parallel)
+            logits = F.linear(hidden, weight, bias)
+        if self.process_group is not None and inference_params is not None:
+            parts, _ = all_gather_raw(logits, self.process_group)
+            logits = torch.cat(parts.split(logits.shape[0]), dim=-1)
+        return CausalLMOutput(logits)
 
     def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Tensor]:
         """`GPTModel.allocate_inference_cache`."""
-        return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype)
+        return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
 
-    def generate(self, input_ids: Tensor, max_length: int, **options: Any) -> Tensor:
-        """Continue prompts; see `flashtile.models.generation.generate`."""
+    def generate(self, input_ids: Tensor, max_length: int, *args: Any, **options: Any) -> Any:
+        """Continue prompts; see `flashtile.models.generation.generate`. Options that only
+        flash_attn has, such as return_dict_in_generate, are those of `decoding.GenerationMixin`.
+        """
+        if options.keys() & decoding.OPTIONS:
+            return super().generate(input_ids, max_length, *args, **options)
+        options |= dict(zip(("top_k", "top_p", "temperature"), args, strict=False))
         return generation.generate(self, input_ids, max_length, **options)
 
     def num_parameters(self, embeddings: bool = True) -> int:
@@ -392,24 +464,29 @@ def _own_config(config: Any) -> GPTConfig:
 def create_mixer_cls(
     config: Any,
     layer_idx: int | None = None,
-    process_group: None = None,
+    process_group: Group | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
     attend: Attend = flash_attend,
-) -> partial[MHA]:
+) -> partial[Any]:
     """The function that makes a layer's attention from `config.hidden_size`; arguments and errors
     of `create_block`.
     """
-    _refuse_group(process_group)
     config = _own_config(config)
     scale = config.softmax_scale
     if config.scale_attn_by_inverse_layer_idx:
         if layer_idx is None:
             raise ValueError("layer_idx: needed with scale_attn_by_inverse_layer_idx, got None")
         scale = (config.head_size**-0.5 if scale is None else scale) / (layer_idx + 1)
+    make: Any = partial(MHA, dwconv=config.dwconv)
+    if process_group is not None:
+        if config.dwconv:
+            raise NotImplementedError("process_group: want None with dwconv")
+        shares = {"process_group": process_group, "sequence_parallel": config.sequence_parallel}
+        make = partial(ParallelMHA, **shares)
     return partial(
-        MHA,
+        make,
         num_heads=config.num_heads,
         num_heads_kv=config.kv_heads,
         qkv_proj_bias=config.attention_bias,
@@ -421,6 +498,7 @@ def create_mixer_cls(
         rotary_emb_dim=config.rotary_dim,
         rotary_emb_base=config.rotary_base,
         rotary_emb_interleaved=config.rotary_interleaved,
+        rotary_emb_scale_base=config.rotary_scale_base,
         use_alibi=config.position == "alibi",
         window_size=config.window_size,
         softcap=config.softcap,
@@ -434,17 +512,21 @@ def create_mixer_cls(
 def create_mlp_cls(
     config: Any,
     layer_idx: int | None = None,
-    process_group: None = None,
+    process_group: Group | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-) -> partial[Mlp] | partial[GatedMlp]:
+) -> partial[Any]:
     """The function that makes a layer's MLP from `config.hidden_size`; arguments and errors of
     `create_block`.
     """
-    _refuse_group(process_group)
     config = _own_config(config)
+    make: Any = partial(GatedMlp, multiple_of=1) if config.gated else Mlp
+    if process_group is not None:
+        make = partial(ParallelGatedMlp, multiple_of=1) if config.gated else ParallelMLP
+        shares = {"process_group": process_group, "sequence_parallel": config.sequence_parallel}
+        make = partial(make, **shares)
     return partial(
-        partial(GatedMlp, multiple_of=1) if config.gated else Mlp,
+        make,
         hidden_features=config.mlp_size,
         activation=_ACTIVATIONS[config.activation],
         bias1=config.mlp_bias,
@@ -457,7 +539,7 @@ def create_mlp_cls(
 def create_block(
     config: Any,
     layer_idx: int | None = None,
-    process_group: None = None,
+    process_group: Group | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -471,9 +553,9 @@ def create_block(
 
     Raises:
         ValueError: `config` does not fit.
-        NotImplementedError: process_group is given.
     """
     config = _own_config(config)
+    kind = {"tied_norm": config.tied_norm} if config.parallel_block else {"prenorm": config.prenorm}
     block: Any = (ParallelBlock if config.parallel_block else Block)(
         config.hidden_size,
         create_mixer_cls(config, layer_idx, process_group, device, dtype, attend=attend),
@@ -482,14 +564,12 @@ def create_block(
         resid_dropout1=config.embedding_dropout if layer_idx == 0 else config.residual_dropout,
         resid_dropout2=config.residual_dropout,
         residual_in_fp32=config.residual_in_fp32,
+        sequence_parallel=config.sequence_parallel and process_group is not None,
+        mark_shared_params=process_group is not None,
+        **kind,
     )
     block.layer_idx = layer_idx
     return block
-
-
-def _refuse_group(process_group: None) -> None:
-    if process_group is not None:
-        raise NotImplementedError("process_group: tensor parallelism is not supported, want None")
 
 
 def _sum(terms: tuple[Tensor, ...]) -> Tensor:
@@ -498,10 +578,16 @@ def _sum(terms: tuple[Tensor, ...]) -> Tensor:
     return reduce(torch.add, branches, stream)
 
 
-def _initialize(module: nn.Module, std: float) -> None:
-    """Initialise a layer as GPT-2 does."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=std)
+def _linear_std(config: GPTConfig) -> float:
+    return config.initializer_range * math.sqrt(config.width_scale)
+
+
+def _initialize(module: nn.Module, config: GPTConfig) -> None:
+    """Initialise a layer as GPT-2 does, and by muP's rule."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=config.initializer_range)
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=_linear_std(config))
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
+from . import families
 from .flash_attn_config import added_fields
 
 POSITIONS = ("learned", "rotary", "alibi", "none")
 NORMS = ("layer_norm", "rms_norm")
-GATED = ("swiglu", "geglu")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", *GATED)
+GATED = ("swiglu", "geglu", "glu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "sqrelu", *GATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +34,21 @@ class GPTConfig:
         rotary_base: the longest wavelength is about ``2 pi * rotary_base`` tokens.
         rotary_fraction: share of a head's features that is rotated, in (0, 1].
         rotary_interleaved: pairs of neighbours (GPT-J) instead of halves (GPT-NeoX, Llama).
+        rotary_scale_base: of xPos; see `flashtile.layers.rotary.RotaryEmbedding`.
         norm: "layer_norm" or "rms_norm".
         norm_eps: number that the norms add to the variance.
-        activation: "gelu", "gelu_tanh" (GPT-2), "relu", or gated: "swiglu" (Llama), "geglu".
+        activation: "gelu", "gelu_tanh" (GPT-2), "relu", "sqrelu" (its square), or gated: "swiglu"
+            (Llama), "geglu", "glu" (with a sigmoid).
         attention_bias, mlp_bias: whether the projections have a bias.
+        lm_head_bias: whether the head has a bias.
         tie_word_embeddings: the head shares the weight of the word embeddings.
+        norm_head: divide the rows of the head's weight by their lengths (Baichuan 2).
+        word_embed_proj_dim: features of the word embeddings and of the head's input, if they are
+            projected to hidden_size and back (OPT-350m).
+        prenorm: norms before the branches, and one after the last layer; if not, after them.
         parallel_block: attention and MLP read the same input (`ParallelBlock`).
+        tied_norm: a parallel block has one norm (GPT-J, Falcon-7b).
+        dwconv: as in `flashtile.modules.mha.MHA`.
         window_size: (left, right), numbers of keys visible on the two sides of a query; -1 is
             unbounded. Attention is always causal.
         softcap: bound on the attention scores; 0 is off.
@@ -45,7 +56,12 @@ class GPTConfig:
         scale_attn_by_inverse_layer_idx: divide it by the number of the layer, counted from 1.
         residual_in_fp32: keep the residual stream in float32, whatever the dtype of the weights.
         embedding_dropout, residual_dropout, attention_dropout: dropout rates in [0, 1).
+        embedding_multiplier, output_multiplier: factors on the embeddings and on the head's input
+            (muP; Yang et al. 2022, https://arxiv.org/abs/2203.03466).
         initializer_range: standard deviation of new weights.
+        width_scale: muP's ratio of widths, by whose root new weights of linear layers and by which
+            the head's input are multiplied.
+        sequence_parallel: with a process group, each process has some rows between the layers.
 
     Raises:
         ValueError, TypeError: a field is out of range; the message names it.
@@ -63,13 +79,20 @@ class GPTConfig:
     rotary_base: float = 10000.0
     rotary_fraction: float = 1.0
     rotary_interleaved: bool = False
+    rotary_scale_base: float | None = None
     norm: str = "layer_norm"
     norm_eps: float = 1e-5
     activation: str = "gelu_tanh"
     attention_bias: bool = True
     mlp_bias: bool = True
+    lm_head_bias: bool = False
     tie_word_embeddings: bool = True
+    norm_head: bool = False
+    word_embed_proj_dim: int | None = None
+    prenorm: bool = True
     parallel_block: bool = False
+    tied_norm: bool = False
+    dwconv: bool = False
     window_size: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     softmax_scale: float | None = None
@@ -78,7 +101,11 @@ class GPTConfig:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
+    embedding_multiplier: float = 1.0
+    output_multiplier: float = 1.0
     initializer_range: float = 0.02
+    width_scale: float = 1.0
+    sequence_parallel: bool = True
 
     @classmethod
     def gpt2(cls, **changes: Any) -> GPTConfig:
@@ -100,7 +127,8 @@ class GPTConfig:
 
     @classmethod
     def from_transformers(cls, config: Any) -> GPTConfig:
-        """Convert a transformers GPT2Config, LlamaConfig or MistralConfig.
+        """Convert a config of transformers: of GPT-2, Llama, Mistral, OPT, Falcon, GPT-J, GPT-NeoX,
+        GPT-BigCode, BTLM or Baichuan.
 
         A GPT2Config may have flash-attn's additional attributes, such as `rotary_emb_fraction`,
         `n_head_kv`, `rms_norm` and `parallel_block`.
@@ -110,6 +138,7 @@ class GPTConfig:
                 message names it.
         """
         readers = {"gpt2": _from_gpt2, "llama": _from_llama, "mistral": _from_llama}
+        readers |= {family: partial(_from_other, family) for family in families.CONVERSIONS}
         model_type = getattr(config, "model_type", type(config).__name__)
         if model_type not in readers:
             wanted = ", ".join(readers)
@@ -202,6 +231,10 @@ class GPTConfig:
             raise ValueError(
                 f"num_kv_heads: {self.kv_heads} does not divide num_heads {self.num_heads}"
             )
+        if self.tied_norm and not self.parallel_block:
+            raise ValueError("tied_norm: got True, want False without parallel_block")
+        if not self.prenorm and (self.parallel_block or self.residual_in_fp32):
+            raise ValueError("prenorm: got False with parallel_block or residual_in_fp32")
         if self.rotary_fraction > 1.0:
             raise ValueError(f"rotary_fraction: got {self.rotary_fraction}, want at most 1")
         if self.position == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
@@ -222,9 +255,12 @@ _POSITIVE = (
     "max_position_embeddings",
     "rotary_base",
     "rotary_fraction",
+    "rotary_scale_base",
     "norm_eps",
     "softmax_scale",
+    "word_embed_proj_dim",
     "initializer_range",
+    "width_scale",
 )
 
 # Activations of transformers -> ours, for a plain MLP; `_GATED_ACTIVATIONS` for a gated one.
@@ -240,6 +276,8 @@ _FLASH_ATTN_ACTIVATIONS = {
     "gelu_approx": "gelu_tanh",
     "swiglu": "swiglu",
     "geglu": "geglu",
+    "glu": "glu",
+    "sqrelu": "sqrelu",
 }
 _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
@@ -260,6 +298,11 @@ def _from_gpt2(config: Any) -> dict[str, Any]:
         "attention_dropout": config.attn_pdrop,
         "initializer_range": config.initializer_range,
     }
+
+
+def _from_other(family: str, config: Any) -> dict[str, Any]:
+    """Fields of a config that a GPT2Config with flash-attn's attributes describes."""
+    return _from_gpt2(families.CONVERSIONS[family](config))
 
 
 def _from_llama(config: Any) -> dict[str, Any]:

@@ -16,16 +16,6 @@ from ..layers.tensor_parallel import Group, linears, reduce_scatter, shared
 
 Activation = Callable[[Tensor], Tensor]
 
-__all__ = [
-    "FusedDenseSqreluDense",
-    "FusedMLP",
-    "GatedMlp",
-    "Mlp",
-    "ParallelFusedMLP",
-    "ParallelGatedMlp",
-    "ParallelMLP",
-]
-
 
 class Mlp(nn.Module):
     """``fc2(activation(fc1(x)))``.

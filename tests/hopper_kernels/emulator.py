@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -403,6 +404,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
 
     def module(name: str, **names: Any) -> types.ModuleType:
         found[name] = types.ModuleType(name)
+        found[name].__spec__ = ModuleSpec(name, None)
         found[name].__dict__.update(names)
         return found[name]
 

@@ -18,10 +18,10 @@ import triton.language as tl
 from triton import knobs
 
 from flashtile import attention, attention_varlen, clear_caches
-from flashtile.gpu import compilation, relaunch
+from flashtile.gpu import compilation, launch_cache
 from flashtile.gpu import next_pass as next_pass_module
 from flashtile.gpu.launch import Launch
-from flashtile.gpu.relaunch import run_all
+from flashtile.gpu.launch_cache import run_all
 
 from .fake_cuda import Driver, as_if_on_a_gpu, fake_driver
 
@@ -135,7 +135,7 @@ def test_an_error_has_its_own_message_and_leaves_no_trace(driver, monkeypatch):
             call(both, x)
         assert sizes(made) == []
     assert sorted(watch.names) == ["first", "second", "second"]  # what compiled is not lost
-    assert relaunch._prepared.get(relaunch._key("pass", 5, (x,))) is None
+    assert launch_cache._prepared.get(launch_cache._key("pass", 5, (x,))) is None
 
 
 def test_known_kernels_start_no_thread(driver, monkeypatch):

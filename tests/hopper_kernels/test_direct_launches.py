@@ -36,7 +36,7 @@ from flashtile.backends.hopper.shared import launch as shared_path
 from flashtile.backends.triton import launch as triton_path
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense
-from flashtile.gpu import direct_launch, relaunch
+from flashtile.gpu import launch_cache
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import generator, normal
@@ -53,14 +53,14 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaunch, "_prepared", {})
-    monkeypatch.setattr(relaunch, "_compiled", {})
+    monkeypatch.setattr(launch_cache, "_prepared", {})
+    monkeypatch.setattr(launch_cache, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of a tensor on the CPU
     shared_path._counters.clear()
 
 
 class Passes:
-    """Stands between a pass and `relaunch`, and compares each pass with Triton's own launches."""
+    """Stands between a pass and `launch_cache`; compares each pass with Triton's own launches."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -75,13 +75,13 @@ class Passes:
         self, name: str, call: Any, given: Any, allocator: Any, describe: Any, config: Any
     ) -> Any:
         self.describe[name, call] = describe
-        run = partial(relaunch.allocate_and_run_all, name, call)
+        run = partial(launch_cache.allocate_and_run_all, name, call)
         return self.compared(
             lambda given: run(given, allocator, describe, config), name, call, given
         )
 
     def prepared_call(self, name: str, call: Any, given: Any) -> Any:
-        known = relaunch.prepared_call(name, call, given)
+        known = launch_cache.prepared_call(name, call, given)
         if known is None:
             return None
         return SimpleNamespace(run=lambda given: self.compared(known.run, name, call, given))
@@ -256,7 +256,7 @@ def test_one_lookup_leads_to_the_launches_of_a_backward(
         raise AssertionError("looked up again")
 
     passes.in_python = passes.made = 0
-    monkeypatch.setattr(relaunch, "_key", refuse)
+    monkeypatch.setattr(launch_cache, "_key", refuse)
     for _ in range(3):
         differentiate(GRADIENTS[kind](), backend=backend)
     assert (passes.made, passes.in_python) == (6, 0)
@@ -452,7 +452,7 @@ def test_hooks_are_called(passes: Passes):
 def test_a_release_that_is_not_tested_launches_through_triton(
     passes: Passes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(direct_launch, "IS_TESTED", False)
+    monkeypatch.setattr(launch_cache, "IS_TESTED", False)
     for seed in range(4):
         run(dense(seed))
     assert passes.in_python == 4 * 4
@@ -461,7 +461,7 @@ def test_a_release_that_is_not_tested_launches_through_triton(
 def test_rocm_lacks_the_module_of_nvidia(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia", None)
-    spec = spec_from_file_location("flashtile.gpu.on_rocm", direct_launch.__file__)
+    spec = spec_from_file_location("flashtile.gpu.on_rocm", launch_cache.__file__)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -18,7 +18,7 @@ if shutil.which("cc") is None:
     pytest.skip("needs a C compiler", allow_module_level=True)
 
 from flashtile.call.layouts import Packed
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.ops.append import kernel as append
 from flashtile.ops.gather import kernel as gather
 from flashtile.ops.merge import kernel as merge
@@ -41,7 +41,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
 
 
 class Ops:
-    """Stands between an op and `relaunch`, and compares each call with Triton's own launches."""
+    """Stands between an op and `launch_cache`; compares each call with Triton's own launches."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -51,7 +51,7 @@ class Ops:
         self, name: str, call: Any, given: Any, made: Any, describe: Any, *config: Any
     ) -> None:
         def run() -> Any:
-            relaunch.run_all(name, call, given, made, describe, *config)
+            launch_cache.run_all(name, call, given, made, describe, *config)
             return made
 
         self.compared(run, given, describe)
@@ -60,7 +60,9 @@ class Ops:
         self, name: str, call: Any, given: Any, allocators: Any, describe: Any, config: Any
     ) -> Any:
         def run() -> Any:
-            return relaunch.allocate_and_run_all(name, call, given, allocators, describe, config)
+            return launch_cache.allocate_and_run_all(
+                name, call, given, allocators, describe, config
+            )
 
         return self.compared(run, given, describe)
 
@@ -79,8 +81,8 @@ class Ops:
 
 @pytest.fixture
 def ops(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Ops:
-    monkeypatch.setattr(relaunch, "_prepared", {})
-    monkeypatch.setattr(relaunch, "_compiled", {})
+    monkeypatch.setattr(launch_cache, "_prepared", {})
+    monkeypatch.setattr(launch_cache, "_compiled", {})
     ops = Ops(driver)
     for module in MODULES:
         for name in ("run_all", "allocate_and_run_all"):
@@ -171,6 +173,6 @@ def test_a_position_of_its_own_for_each_step(ops: Ops) -> None:
     """The kernel is the same whatever the number, which 32 bits may not hold."""
     for position in (*range(5), 2**31 - 1, 2**31, 2**31, 2**31, 5):
         rotated(position)
-    kinds = relaunch.LaunchState, relaunch.PreparedCall
-    assert all(isinstance(x, kinds) for x in relaunch._prepared.values())
-    assert len(relaunch._compiled) == 2
+    kinds = launch_cache.LaunchState, launch_cache.PreparedCall
+    assert all(isinstance(x, kinds) for x in launch_cache._prepared.values())
+    assert len(launch_cache._compiled) == 2

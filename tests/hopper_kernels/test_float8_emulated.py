@@ -21,7 +21,7 @@ from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.forward.launch import outputs, tile_list, with_list
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.quantize import Quantized, quantize_qkv
@@ -244,12 +244,12 @@ def test_repeated_calls(N: int, described: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(float8_path, "float8_launch", counting_launch)
     monkeypatch.setattr(forward_path, "multiprocessors", lambda device: PROGRAMS)
     monkeypatch.setattr(forward_path, "tile_counter", lambda device: counter)
-    for known in (relaunch._prepared, relaunch._compiled):
+    for known in (launch_cache._prepared, launch_cache._compiled):
         known.clear()
     again = [call(seed) for seed in range(4)]
     assert (compiled, calls) == (1, described)
     for seed, found in enumerate(again):
-        for known in (relaunch._prepared, relaunch._compiled):
+        for known in (launch_cache._prepared, launch_cache._compiled):
             known.clear()
         assert all(map(torch.equal, found, call(seed)))
 

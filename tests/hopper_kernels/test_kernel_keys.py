@@ -23,7 +23,7 @@ KERNELS = (
 PROGRAM = """
 import sys
 from importlib import import_module
-from flashtile.gpu.kernel_keys import precompute_key
+from flashtile.gpu.launch import precompute_key
 
 for name in sys.argv[1:]:
     module, function = name.rsplit(".", 1)

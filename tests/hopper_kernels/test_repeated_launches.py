@@ -22,9 +22,9 @@ from flashtile.backends.hopper.shared.block_lists import BlockLists, lists_by_qu
 from flashtile.backends.triton import launch as triton_path
 from flashtile.call import prepare
 from flashtile.call.layouts import Dense, Packed
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
-from flashtile.gpu.relaunch import run_all
+from flashtile.gpu.launch_cache import run_all
 from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import alibi_slopes, generator, normal
@@ -35,10 +35,10 @@ from .inputs import OF_LISTS, dense_inputs, packed_inputs, random_spans
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(relaunch, "_prepared", {})
-    monkeypatch.setattr(relaunch, "_compiled", {})
+    monkeypatch.setattr(launch_cache, "_prepared", {})
+    monkeypatch.setattr(launch_cache, "_compiled", {})
     # The launches are made by stand-ins, so there is nothing to compile.
-    monkeypatch.setattr(relaunch, "compile_together", lambda launches: None)
+    monkeypatch.setattr(launch_cache, "compile_together", lambda launches: None)
 
 
 class Pair(NamedTuple):
@@ -108,7 +108,7 @@ def test_nothing_keeps_the_tensors_of_an_earlier_call():
     kernel.repeated.clear()
     storages = [weakref.ref(t.untyped_storage()) for t in (x, y, z)]
     del x, y, z
-    assert relaunch._prepared and all(storage() is None for storage in storages)
+    assert launch_cache._prepared and all(storage() is None for storage in storages)
 
 
 def test_one_tensor_in_two_places_may_be_two_later():
@@ -141,7 +141,7 @@ def test_a_part_of_a_tensor_is_the_same_part_of_later_ones(dtype: torch.dtype):
             assert got_x.data_ptr() == x.data_ptr()
             for got, wanted in ((pair.x, part), (desc.base, part[1:])):
                 assert torch.equal(got, wanted) and got.data_ptr() == wanted.data_ptr()
-    assert isinstance(*relaunch._prepared.values(), relaunch.PreparedCall)
+    assert isinstance(*launch_cache._prepared.values(), launch_cache.PreparedCall)
 
 
 def test_a_part_of_memory_that_two_tensors_share_is_described_each_time():
@@ -276,8 +276,8 @@ def test_repeated_backwards(name: str, monkeypatch: pytest.MonkeyPatch):
     again = [gradients(seed) for seed in range(4)]
     assert made == (6 if name == "spans" else 3)  # kernels
     for seed, found in enumerate(again):
-        relaunch._prepared.clear()
-        relaunch._compiled.clear()
+        launch_cache._prepared.clear()
+        launch_cache._compiled.clear()
         for got, wanted in zip(found, gradients(seed), strict=True):
             assert (got is None and wanted is None) or torch.equal(got, wanted)
 

@@ -23,9 +23,9 @@ from triton import knobs
 from triton.runtime import driver
 
 from flashtile import clear_caches, cli
-from flashtile.absent_gpu import current_target
 from flashtile.cli import model_calls, warmup
-from flashtile.gpu.kernels_folder import read_kernels_folder
+from flashtile.gpu.absent import current_target
+from flashtile.gpu.launch import read_kernels_folder
 
 from .fake_cuda import as_if_on_a_gpu, fake_driver
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
 
 
@@ -31,6 +31,6 @@ def repeat_interpreted(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return AsCompiled(launch)
 
     monkeypatch.setattr(Launch, "_run", run)
-    monkeypatch.setattr(relaunch, "_prepared", {})
-    monkeypatch.setattr(relaunch, "_compiled", {})
+    monkeypatch.setattr(launch_cache, "_prepared", {})
+    monkeypatch.setattr(launch_cache, "_compiled", {})
     return made

@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import launch, plan
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 
 from .compare import Run, everything, expected
 from .parts import PARTS, Parts, make_parts
@@ -122,7 +122,7 @@ def test_results_in_given_tensors(
 
     def run_all(name: str, *call: Any) -> None:
         passes.append(name)
-        relaunch.run_all(name, *call)
+        launch_cache.run_all(name, *call)
 
     monkeypatch.setattr(launch, "run_all", run_all)
     parts = make_parts("one run", torch.float16, seed)

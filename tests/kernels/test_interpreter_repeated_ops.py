@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.call.layouts import Packed
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.ops.gather.kernel import gather_pages
 from flashtile.ops.merge.kernel import merge_parts
@@ -107,9 +107,9 @@ def test_a_repeated_call_uses_the_new_tensors(name: str, repeats: list[Launch], 
     for step in range(4):
         got = op(seed + step)
         assert len(repeats) == launches
-    assert all(isinstance(x, relaunch.PreparedCall) for x in relaunch._prepared.values())
-    relaunch._prepared.clear()
-    relaunch._compiled.clear()
+    assert all(isinstance(x, launch_cache.PreparedCall) for x in launch_cache._prepared.values())
+    launch_cache._prepared.clear()
+    launch_cache._compiled.clear()
     wanted = op(seed + 3)
     assert len(repeats) == 2 * launches
     for x, y in zip(got, wanted, strict=True):
@@ -127,8 +127,8 @@ def test_positions_that_grow_share_a_kernel(repeats: list[Launch], seed: int) ->
     got = [rotated(seed, offset) for offset in range(6)]
     assert len(repeats) == 1
     for offset, (x,) in enumerate(got):
-        relaunch._prepared.clear()
-        relaunch._compiled.clear()
+        launch_cache._prepared.clear()
+        launch_cache._compiled.clear()
         assert torch.equal(x, rotated(seed, offset)[0])
 
 

@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 import flashtile.ops.append.op  # noqa: F401  (defines the ops)
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
-from flashtile.gpu import relaunch
+from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import rotate_and_append
 
@@ -47,7 +47,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 def assert_repeated() -> None:
     """The last call found launches to repeat."""
-    assert all(isinstance(x, relaunch.PreparedCall) for x in relaunch._prepared.values())
+    assert all(isinstance(x, launch_cache.PreparedCall) for x in launch_cache._prepared.values())
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_a_repeated_call_uses_the_new_tensors(
         got = backend.forward(problem, operands)
         assert len(repeats) == (1 if splits == 1 else 2)
     assert_repeated()
-    relaunch._prepared.clear()
-    relaunch._compiled.clear()
+    launch_cache._prepared.clear()
+    launch_cache._compiled.clear()
     wanted = backend.forward(problem, operands)
     assert len(repeats) == (2 if splits == 1 else 4)
     assert all(map(torch.equal, got, wanted))
@@ -115,8 +115,8 @@ def test_parts_lie_in_the_workspace(
         assert not workspace[used - 12 * rows : used].view(torch.float32).isnan().any()
         assert not workspace[: 12 * rows * problem.Dv].view(torch.float32).isnan().all()
     assert_repeated()
-    relaunch._prepared.clear()
-    relaunch._compiled.clear()
+    launch_cache._prepared.clear()
+    launch_cache._compiled.clear()
     wanted = backend.forward(problem, operands)
     assert all(map(torch.equal, got, wanted))
 
@@ -176,8 +176,8 @@ def test_repeated_training(name: str, launches: int, repeats: list[Launch], seed
 
     again = [results(step) for step in range(3)]
     assert len(repeats) == launches
-    relaunch._prepared.clear()
-    relaunch._compiled.clear()
+    launch_cache._prepared.clear()
+    launch_cache._compiled.clear()
     wanted = results(2)
     for field, x in again[2].items():
         assert torch.equal(x, wanted[field]), field
@@ -202,8 +202,8 @@ def test_parts_of_sequences_are_kernels_of_their_own(repeats: list[Launch], seed
     moved[:, 0, 1] = 0  # the first run of queries stands further to the left
     again = results(operands._replace(q_runs=moved))
     assert len(repeats) == 3 * 4
-    relaunch._prepared.clear()
-    relaunch._compiled.clear()
+    launch_cache._prepared.clear()
+    launch_cache._compiled.clear()
     for field, x in results(operands._replace(q_runs=moved)).items():
         assert torch.equal(again[field], x), field
 

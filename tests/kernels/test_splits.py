@@ -10,7 +10,7 @@ import torch
 from flashtile import workspace_size
 from flashtile.backends.triton.plan import fastest_splits, plan, splits_of
 from flashtile.gpu.hardware import multiprocessors
-from flashtile.gpu.workspace import MOST_PART_ROWS
+from flashtile.gpu.memory import MOST_PART_ROWS
 from flashtile.problem import AttentionProblem, Operands, Options
 
 HERE = torch.device("cuda")

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-from flashtile.absent_gpu import TARGETS, current_target
 from flashtile.backends.triton import launch, plan
 from flashtile.cli import tune
+from flashtile.gpu.absent import TARGETS, current_target
 
 
 @pytest.mark.parametrize("name", ["sm_86", "sm_90"])

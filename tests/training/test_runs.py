@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import processes
 import pytest
 import torch
-from spread_runs import RUNS
+from spread_runs import GROUPS
 from tiny_runs import assert_same_tensors, checkpoint_tensors, command, overrides, settings
 
 from training import checkpoints, evaluate
@@ -19,6 +20,9 @@ from training.metrics import read_metrics
 from training.train import Run
 
 pytestmark = pytest.mark.slow
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"
+)
 
 
 def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
@@ -186,13 +190,17 @@ def test_two_processes_are_one_bit_for_bit(tmp_path, whole_run):
     assert rows_without_speed(run) == rows_without_speed(expected)
 
 
-def test_spread_runs_follow_the_curve_of_one_process_and_are_resumed(tmp_path):
+@pytest.mark.parametrize("group", ["pytorch", pytest.param("deepspeed", marks=NEEDS_DEEPSPEED)])
+def test_spread_runs_follow_the_curve_of_one_process_and_are_resumed(tmp_path, group):
     """Gradients are added in another order: the curves agree to rounding, not in each bit."""
-    for name, (changes, _) in RUNS.items():
+    runs = GROUPS[group]
+    for name, (changes, _) in runs.items():
         Run(settings(tmp_path / "one" / name, *changes)).train()
         overrides(tmp_path / "two" / name)  # writes the texts
-    processes.run("training/spread_runs.py", 2, tmp_path / "rendezvous", str(tmp_path / "two"))
-    for name in RUNS:
+    processes.run(
+        "training/spread_runs.py", 2, tmp_path / "rendezvous", str(tmp_path / "two"), group
+    )
+    for name in runs:
         one, two = (tmp_path / folder / name / "run" for folder in ("one", "two"))
         wanted, found = (np.array(rows_without_speed(run)[2::3]) for run in (one, two))
         allowed = 64 * np.finfo(np.float32).eps * wanted[:, 2].max()

@@ -130,13 +130,28 @@ def test_dropout_is_refused_where_attention_has_none(tmp_path, attn):
         settings(tmp_path, *changes)
 
 
-@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
-def test_a_logger_is_asked_for_only_where_it_is_installed(tmp_path, monkeypatch, logger):
-    monkeypatch.setattr("training.settings.find_spec", lambda name: name)
-    settings(tmp_path, f"trainer.{logger}=true")
+@pytest.mark.parametrize(
+    ("change", "package"),
+    [
+        ("trainer.tensorboard=true", "tensorboard"),
+        ("trainer.wandb=true", "wandb"),
+        ("trainer.strategy=zero2", "deepspeed"),
+        ("library=transformers", "transformers"),
+    ],
+)
+def test_a_package_is_asked_for_only_where_it_is_needed(tmp_path, monkeypatch, change, package):
     monkeypatch.setattr("training.settings.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=rf"^trainer\.{logger}: .* is not installed"):
-        settings(tmp_path, f"trainer.{logger}=true")
+    settings(tmp_path)
+    message = f"^{re.escape(change.split('=')[0])}: the package {package} is not installed"
+    with pytest.raises(ValueError, match=message):
+        settings(tmp_path, change)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1"])
+def test_sharded_weights_are_not_averaged(tmp_path, monkeypatch, strategy):
+    monkeypatch.setattr("training.settings.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r"^trainer\.ema_decay: an average of sharded weights"):
+        settings(tmp_path, "trainer.ema_decay=0.9", f"trainer.strategy={strategy}")
 
 
 @pytest.mark.parametrize(

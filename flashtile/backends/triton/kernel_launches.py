@@ -1,6 +1,7 @@
 """The kernel launches of a pass, described without making them.
 
-`gpu/relaunch.py` asks for them on the first calls of a kind, and tests compile them for other GPUs.
+`gpu/launch_cache.py` asks for them on the first calls of a kind, and tests compile them for other
+GPUs.
 """
 
 from __future__ import annotations

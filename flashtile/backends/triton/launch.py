@@ -13,8 +13,8 @@ from torch import Tensor
 from ...backend_interface import Gradients, Results, Run, RunBackward
 from ...gpu.hardware import multiprocessors
 from ...gpu.launch import Launch, run
+from ...gpu.launch_cache import Tensors, allocate_and_run_all, prepared_call, run_all
 from ...gpu.memory import NewTensor, Scratch, filled, uninitialised
-from ...gpu.relaunch import Tensors, allocate_and_run_all, prepared_call, run_all
 from ...gpu.rows import ALIGNMENT, is_aligned, is_in_place
 from ...lru import memoised
 from ...problem import (

@@ -15,8 +15,8 @@ import torch
 
 from ...dropout import random_bits
 from ...gpu import hardware, tuned
+from ...gpu.memory import MAX_SPLITS, MOST_PART_ROWS
 from ...gpu.rows import ALIGNMENT, ROW_STEP
-from ...gpu.workspace import MAX_SPLITS, MOST_PART_ROWS
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
 

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...absent_gpu import capability_of
+from ...gpu.absent import capability_of
 from ...gpu.hardware import has_tma
 from ...gpu.intrinsics import let_next_kernel_start
 from ...gpu.launch import Launch
-from ...gpu.relaunch import run_all
+from ...gpu.launch_cache import run_all
 from ...gpu.rows import at_boundary, rows_of
 from ..rotary.kernel import (
     Rotation,

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Launch
+from ...gpu.launch_cache import allocate_and_run_all
 from ...gpu.memory import NewTensor, uninitialised
-from ...gpu.relaunch import allocate_and_run_all
 from ...gpu.rows import rows_of
 
 # Elements of K, and of V, that a program copies.

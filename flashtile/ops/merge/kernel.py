@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...gpu.intrinsics import LN2, LOG2E, rows_base, wait_for_earlier_kernels
 from ...gpu.launch import Launch
+from ...gpu.launch_cache import allocate_and_run_all
 from ...gpu.memory import NewTensor, uninitialised
-from ...gpu.relaunch import allocate_and_run_all
 from ...gpu.rows import Rows, rows_of
 
 

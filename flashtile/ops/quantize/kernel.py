@@ -22,8 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Launch
-from ...gpu.relaunch import run_all
-from ...gpu.repeat import Tensors
+from ...gpu.launch_cache import Tensors, run_all
 from ...gpu.rows import Rows, rows_of
 
 # Columns of a tile.

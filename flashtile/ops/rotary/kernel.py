@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Launch
-from ...gpu.relaunch import run_all
+from ...gpu.launch_cache import run_all
 from ...gpu.rows import rows_of
 
 # Pairs of features that one step of a program rotates.

@@ -14,8 +14,8 @@ from ....backend_interface import Results, Run, Tensors
 from ....dropout import first_kept, keep_rate
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
+from ....gpu.launch_cache import allocate_and_run_all, prepared_call
 from ....gpu.memory import NewTensor, uninitialised
-from ....gpu.relaunch import allocate_and_run_all, prepared_call
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ....block_tiles import SPARE_MARKS
 from ....lru import Memo
 from ....masks import FULL, PARTIAL
+from ....masks.block_tiles import SPARE_MARKS
 from ....problem import AttentionProblem, Operands
 
 MOST_ELEMENTS = 2**26  # of a mask, looked at together

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .... import block_tiles
 from ....gpu.dropout import BLOCK_KEYS
 from ....gpu.intrinsics import let_next_kernel_start
+from ....masks import block_tiles
 from .pipeline import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .autocast import autocast_off
+from ..autocast import autocast_off
 
 EMPTY, FULL, PARTIAL = 0, 1, 2
 # Marks after those of a mask's keys: a kernel's block that starts before the last key reads no

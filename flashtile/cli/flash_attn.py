@@ -1,0 +1,119 @@
+"""``flashtile flash-attn``: every process of this environment finds flashtile as flash_attn.
+
+Child processes, workers, notebooks and ``pip install`` of packages that require flash-attn then
+need no call of `flashtile.integrations.flash_attn.install`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+from importlib.machinery import PathFinder
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from ..integrations import flash_attn_hook
+from ..integrations.flash_attn_modules import FLASH_ATTN_2
+
+OWNER = "flashtile"  # what pip calls the installer
+HOOK = "_flashtile_as_flash_attn"
+ACTIONS = ("install", "uninstall", "status")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action and the folder."""
+    parser.add_argument("action", choices=ACTIONS, help="what to do; status only tells")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where Python looks for packages (default: site-packages of this Python)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it, and print which files were written or removed."""
+    folder = args.folder or Path(sysconfig.get_path("purelib"))
+    there = next(iter(distributions(name="flash-attn", path=[str(folder)])), None)
+    ours = there if there and (there.read_text("INSTALLER") or "").strip() == OWNER else None
+    found = PathFinder.find_spec("flash_attn", [str(folder), *sys.path])
+    if args.action == "status":
+        print(status(folder, ours, found is not None))
+        return 0
+    if args.action == "uninstall":
+        if ours is None:
+            print(f"nothing to remove: no flash-attn of {OWNER} in {folder}", file=sys.stderr)
+            return 1
+        return uninstall(folder, ours)
+    if found is not None or there is not ours:
+        print(
+            "the real flash-attn is installed; want it uninstalled first "
+            "(pip uninstall flash-attn), or flash_attn.install(force=True) in a program",
+            file=sys.stderr,
+        )
+        return 1
+    return install(folder)
+
+
+def status(folder: Path, ours: Distribution | None, is_real: bool) -> str:
+    """One line on who serves flash_attn."""
+    if is_real:
+        return "flash_attn is the real one"
+    if ours is None:
+        return f"flash_attn is not installed in {folder}"
+    return f"flash_attn is {OWNER}, as version {ours.version}, in {folder}"
+
+
+def contents() -> dict[str, str]:
+    """The files of an installation, by path; the one that starts the hook is the last."""
+    info = f"flash_attn-{FLASH_ATTN_2.version}.dist-info"
+    hook = Path(flash_attn_hook.__file__).read_text(encoding="utf-8")
+    files = {
+        f"{HOOK}.py": hook,
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {FLASH_ATTN_2.version}\n"
+            f"Summary: {OWNER} in place of flash-attn\n"
+        ),
+        f"{info}/INSTALLER": f"{OWNER}\n",
+        f"{info}/top_level.txt": "flash_attn\n",
+        f"{info}/RECORD": "",
+        f"{HOOK}.pth": f"import {HOOK}\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in files)
+    return files
+
+
+def install(folder: Path) -> int:
+    """Write all files, or none if one cannot be written."""
+    written: list[Path] = []
+    try:
+        for name, text in contents().items():
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            written.append(path)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        remove(written, folder)
+        print(f"nothing was installed: {error}", file=sys.stderr)
+        return 1
+    for path in written:
+        print(f"wrote {path}")
+    return 0
+
+
+def uninstall(folder: Path, ours: Distribution) -> int:
+    """Remove the files in the record."""
+    paths = [folder / file for file in ours.files or ()]
+    remove(paths, folder)
+    for path in paths:
+        print(f"removed {path}")
+    return 0
+
+
+def remove(paths: list[Path], folder: Path) -> None:
+    """Remove files, the last one first, and the folders that they leave empty."""
+    for path in reversed(paths):
+        if path.is_file():
+            path.unlink()
+        if path.parent != folder and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()

@@ -1,0 +1,59 @@
+"""Lets ``import flash_attn`` find flashtile in every process of an environment.
+
+``flashtile flash-attn install`` copies this file into site-packages, beside a ``.pth`` file that
+imports the copy whenever Python starts. So nothing is imported here that takes time: flashtile, and
+with it PyTorch, follows when a program first asks for one of `NAMES`.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import RLock
+
+TYPE_CHECKING = False  # `typing` takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+NAMES = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
+
+
+class Hook:
+    """A finder that gives way to that of `flashtile.integrations.flash_attn.install`."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.is_installing = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of flash_attn; None for all others, or without flashtile."""
+        if name.partition(".")[0] not in NAMES:
+            return None
+        with self.lock:  # another thread waits until the modules are there
+            if self.is_installing:  # `install` asks whether the real flash_attn is there
+                return None
+            if self in sys.meta_path and not self.install():
+                return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+        return next(filter(None, specs), None)
+
+    def install(self) -> bool:
+        """Whether flashtile, if it is there, serves flash_attn now."""
+        import importlib.util
+
+        if importlib.util.find_spec("flashtile") is None:
+            return False
+        self.is_installing = True
+        try:
+            importlib.import_module("flashtile.integrations.flash_attn").install()
+        finally:
+            self.is_installing = False
+        sys.meta_path.remove(self)
+        return True
+
+
+# The last one, so that a flash_attn that is really there comes first.
+sys.meta_path.append(Hook())

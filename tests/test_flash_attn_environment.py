@@ -1,0 +1,123 @@
+"""``flashtile flash-attn``: processes that know nothing of flashtile import it as flash_attn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile.cli import flash_attn, main
+from flashtile.integrations.flash_attn_hook import NAMES
+from flashtile.integrations.flash_attn_modules import FLASH_ATTN_2, PACKAGES
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = """
+import importlib.metadata, importlib.util, sys, threading
+
+before = set(sys.modules)
+import site
+site.addsitedir(FOLDER)
+assert set(sys.modules) - before <= {"site", "__future__", HOOK}, set(sys.modules) - before
+assert importlib.metadata.version("flash-attn") == VERSION
+assert "torch" not in sys.modules
+
+names = ["flash_attn", "flash_attn.bert_padding", "flash_attn_interface", "flash_attn_2_cuda"]
+threads = [threading.Thread(target=importlib.import_module, args=(name,)) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert sys.modules.keys() >= set(names)
+
+from flash_attn import __version__, flash_attn_func
+assert (__version__, flash_attn_func.__module__.split(".")[0]) == (VERSION, "flashtile")
+assert importlib.util.find_spec("flash_attn.nothing") is None
+try:
+    import flash_attn.nothing
+except ImportError as error:
+    assert "flashtile has no flash_attn.nothing" in str(error), error
+"""
+
+
+def command(action: str, folder: Path) -> int:
+    return main(["flash-attn", action, "--folder", str(folder)])
+
+
+def run(program: str, folder: Path, *more: Path) -> subprocess.CompletedProcess[str]:
+    values = {"FOLDER": str(folder), "HOOK": flash_attn.HOOK, "VERSION": FLASH_ATTN_2.version}
+    lines = [f"{name} = {value!r}" for name, value in values.items()]
+    path = os.pathsep.join(map(str, (*more, ROOT)))
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join([*lines, program])],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def real_flash_attn(folder: Path) -> None:
+    (folder / "flash_attn").mkdir(parents=True)
+    (folder / "flash_attn" / "__init__.py").write_text("__version__ = 'real'\n")
+
+
+@pytest.mark.slow
+def test_a_process_that_calls_nothing(tmp_path, capsys):
+    assert command("install", tmp_path) == 0
+    written = capsys.readouterr().out.splitlines()
+    assert written == [f"wrote {tmp_path / name}" for name in flash_attn.contents()]
+    done = run(PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+@pytest.mark.slow
+def test_a_real_flash_attn_that_is_installed_later_comes_first(tmp_path):
+    assert command("install", tmp_path / "") == 0
+    real_flash_attn(tmp_path / "later")
+    program = (
+        "import site; site.addsitedir(FOLDER); import flash_attn; print(flash_attn.__version__)"
+    )
+    assert run(program, tmp_path, tmp_path / "later").stdout == "real\n"
+
+
+def test_uninstall_removes_what_install_wrote(tmp_path, capsys):
+    (tmp_path / "other.py").write_text("")
+    assert command("install", tmp_path) == 0
+    assert command("install", tmp_path) == 0  # again, over its own files
+    assert command("status", tmp_path) == 0
+    assert f"as version {FLASH_ATTN_2.version}" in capsys.readouterr().out
+    assert command("uninstall", tmp_path) == 0
+    assert files(tmp_path) == {"other.py"}
+    assert command("uninstall", tmp_path) == 1
+    assert "nothing to remove" in capsys.readouterr().err
+    assert command("status", tmp_path) == 0
+    assert "not installed" in capsys.readouterr().out
+
+
+def test_a_real_flash_attn_is_not_replaced(tmp_path, capsys):
+    real_flash_attn(tmp_path)
+    before = files(tmp_path)
+    assert command("install", tmp_path) == 1
+    assert "the real flash-attn is installed" in capsys.readouterr().err
+    assert files(tmp_path) == before
+    assert command("status", tmp_path) == 0
+    assert "real" in capsys.readouterr().out
+
+
+def test_an_error_leaves_nothing_behind(tmp_path, capsys):
+    (tmp_path / f"{flash_attn.HOOK}.pth").mkdir()
+    assert command("install", tmp_path) == 1
+    assert "nothing was installed" in capsys.readouterr().err
+    assert files(tmp_path) == {f"{flash_attn.HOOK}.pth"}
+
+
+def test_the_hook_has_the_names_of_all_packages():
+    assert set(NAMES) == {root.split(".")[0] for package in PACKAGES for root in package.roots}
