@@ -41,10 +41,7 @@ class Memo(Generic[K, V]):
     # most of the cost; an OrderedDict hashes it again in `move_to_end`, and needs a lock.
 
     def __init__(self, size: int) -> None:
-        def empty_cell(key: K) -> list[V]:
-            return []
-
-        self._cell = memoised(size)(empty_cell)
+        self._cell: _lru_cache_wrapper[list[V]] = memoised(size)(lambda key: [])
         self.clear = self._cell.cache_clear
 
     @overload

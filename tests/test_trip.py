@@ -18,16 +18,16 @@ pytestmark = pytest.mark.slow
 # They may only fall: whoever shortens a trip writes the new number here.
 CEILINGS = {
     "cpu": {
-        "first": trip.Counts(files=17, functions=78, moves=35),
+        "first": trip.Counts(files=17, functions=74, moves=35),
         "repeated": trip.Counts(files=12, functions=31, moves=16),
     },
     "cache": {
-        "first": trip.Counts(files=20, functions=104, moves=50),
-        "repeated": trip.Counts(files=17, functions=56, moves=26),
+        "first": trip.Counts(files=20, functions=100, moves=50),
+        "repeated": trip.Counts(files=17, functions=55, moves=26),
     },
     "context": {
-        "first": trip.Counts(files=25, functions=191, moves=259),
-        "repeated, with backward": trip.Counts(files=19, functions=115, moves=128),
+        "first": trip.Counts(files=25, functions=179, moves=247),
+        "repeated, with backward": trip.Counts(files=19, functions=113, moves=128),
     },
 }
 

@@ -106,29 +106,24 @@ class Cached(NamedTuple):
         if page_table is not None and cache_batch_idx is not None:  # select the batch's rows
             rows = cache_batch_idx.long().clamp(0, max(page_table.shape[0] - 1, 0))
             page_table, cache_batch_idx = page_table.index_select(0, rows), None
+        # Tokens in the cache, int32 (batch,); None if all of it is used and nothing needs them.
+        lengths, batch = self.cache_seqlens, self.batch(q)
+        if lengths is None and (self.page_table is not None or self.cache_leftpad is not None):
+            lengths = self.capacity(k)
+        if isinstance(lengths, Tensor):
+            lengths = lengths.int() if lengths.dim() > 0 else lengths.int().expand(batch)
+        elif lengths is not None:
+            lengths = torch.full((batch,), lengths, dtype=torch.int32, device=k.device)
         return Operands(
             q,
             k,
             v,
             cu_seqlens_q=self.cu_seqlens_q,
-            seqused_k=self._lengths(self.batch(q), k),
+            seqused_k=lengths,
             page_table=page_table,
             cache_batch_idx=cache_batch_idx,
             leftpad_k=self.cache_leftpad,
         )
-
-    def _lengths(self, batch: int, k_cache: Tensor) -> Tensor | None:
-        """Number of tokens in the cache before the append, int32 (batch,); None if the whole cache
-        is used and nothing needs the lengths.
-        """
-        lengths = self.cache_seqlens
-        if isinstance(lengths, Tensor):
-            return lengths.int() if lengths.dim() > 0 else lengths.int().expand(batch)
-        if lengths is None:
-            if self.page_table is None and self.cache_leftpad is None:
-                return None
-            lengths = self.capacity(k_cache)
-        return torch.full((batch,), lengths, dtype=torch.int32, device=k_cache.device)
 
 
 Layout = Dense | Packed | Cached

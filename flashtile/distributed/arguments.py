@@ -70,7 +70,7 @@ class UsedTokens(NamedTuple):
     def facts(self) -> list[tuple[tuple[int, ...], str]]:
         """The lengths, short enough for a note of a rank: the first ones, and a digest of all."""
         lengths = self.queries.lengths, self.keys.lengths
-        return [(x[:8], _digest(str(x))) for x in lengths]
+        return [(x[:8], digest(str(x))) for x in lengths]
 
     def of_used(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Results of the used ones of this rank's packed tokens."""
@@ -340,18 +340,7 @@ def shapes(options: Mapping[str, Any]) -> dict[str, list[int]]:
     return {n: list(x.shape) for n, x in sorted(tensors.items()) if isinstance(x, Tensor)}
 
 
-def comparable(options: Options, backend: str | None) -> Options:
-    """The options that are equal on all ranks, short enough for a note: programs as digests."""
-    return options._replace(
-        max_seqlen_q=0,
-        max_seqlen_k=0,
-        backend=backend or "",
-        score_mod=_digest(options.score_mod),
-        score_mod_gradient=_digest(options.score_mod_gradient),
-    )
-
-
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     """12 hexadecimal digits that differ when texts differ; none for no text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12] if text else ""
 
@@ -405,8 +394,8 @@ def kind(name: str, x: Any) -> Any:
         is_read = name in USED and checks.is_readable(x)
         return (*facts, tuple(x.tolist())) if is_read else facts
     if isinstance(x, BlockMask):
-        digest = TileMap.of(x).digest if checks.is_readable(x.kinds) else None
-        return x.lengths, x.tile_size, digest
+        of_tiles = TileMap.of(x).digest if checks.is_readable(x.kinds) else None
+        return x.lengths, x.tile_size, of_tiles
     if isinstance(x, tuple):
         return tuple(kind(name, part) for part in x)
     return repr(x)

@@ -18,6 +18,7 @@ so its rows inside an interval of positions are an interval, too, whatever keys 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,6 @@ from ..problem import NO_RUN, Operands
 from .schedule import Rows, Schedule, Stage, starts
 
 WORDS = (torch.complex128, torch.complex64, torch.int32)  # of 16, 8 and 4 bytes
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    """The rows of (rows, heads, head_dim); a copy if their numbers do not follow each other."""
-    x = x.resolve_neg().flatten(1)
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 class KVRows(NamedTuple):
@@ -56,7 +51,9 @@ class PackedKV(NamedTuple):
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> PackedKV:
         """In the widest words that divide every head of both."""
-        rows_k, rows_v = _adjacent(k), _adjacent(v)
+        # (rows, heads * head_dim); a copy if the numbers of a row do not follow each other
+        rows_k, rows_v = (x.resolve_neg().flatten(1) for x in (k, v))
+        rows_k, rows_v = (x if x.stride(1) == 1 else x.contiguous() for x in (rows_k, rows_v))
         size, together = k.element_size(), 0
         for x, dim in ((rows_k, k.shape[2]), (rows_v, v.shape[2])):
             together |= (dim | x.stride(0) | int(x.storage_offset())) * size | x.data_ptr()
@@ -112,21 +109,15 @@ class PackedKV(NamedTuple):
     def split(self, whole: Tensor, rows: int) -> KVRows:
         """A message of so many rows, as numbers or as words."""
         words = whole.view(self.rows.k.dtype)
-        if self._widths_are_equal:
-            return KVRows(*words.view(2, rows, self.rows.k.shape[1]).unbind())
-        end = rows * self.rows.k.shape[1]
-        return KVRows(
-            words[:end].view(rows, self.rows.k.shape[1]),
-            words[end:].view(rows, self.rows.v.shape[1]),
-        )
-
-    @property
-    def _widths_are_equal(self) -> bool:
-        return self.rows.k.shape[1] == self.rows.v.shape[1]
+        of_k, of_v = self.rows.k.shape[1], self.rows.v.shape[1]
+        if of_k == of_v:
+            return KVRows(*words.view(2, rows, of_k).unbind())
+        end = rows * of_k
+        return KVRows(words[:end].view(rows, of_k), words[end:].view(rows, of_v))
 
     def _joined(self, k: list[Tensor], v: list[Tensor]) -> Tensor:
         """Pieces of the keys and then those of the values, without gaps, as words or numbers."""
-        if self._widths_are_equal:
+        if self.rows.k.shape[1] == self.rows.v.shape[1]:
             return torch.cat(k + v).view(-1)
         rows = sum(x.shape[0] for x in k)
         whole = self.empty(rows)
@@ -161,22 +152,19 @@ def sequence_tensors(
         numbers: `Operands.sequences`; None if nothing counts by them.
         stream: `stream_of` the device.
     """
-
-    def int32(values: Sequence[object], *shape: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device).view(shape)
-
+    int32 = partial(torch.tensor, dtype=torch.int32, device=device)
     with torch.inference_mode(False):  # later calls may need gradients
         q_runs = k_runs = None
         if with_positions:
             most = max((len(positions.runs) for positions in (*queries, *keys)), default=0)
             width = max(2, 1 << (most - 1).bit_length())  # so that GPUs need few kernels
-            q_runs, k_runs = (int32(_runs(x, width), -1, width, 2) for x in (queries, keys))
+            q_runs, k_runs = (int32(_runs(x, width)).view(-1, width, 2) for x in (queries, keys))
         return SequenceTensors(
-            int32(starts(queries), -1),
-            int32(starts(keys), -1),
+            int32(starts(queries)),
+            int32(starts(keys)),
             q_runs,
             k_runs,
-            None if numbers is None else int32(numbers, -1, 2),
+            None if numbers is None else int32(numbers).view(-1, 2),
         )
 
 

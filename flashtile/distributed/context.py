@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..autograd import is_transformed
-from ..call import checks
+from ..call import checks, dispatch
 from ..call.dispatch import BackendName
 from ..call.score_function import outside_of_graphs
 from ..lru import Memo
-from ..problem import Operands, lse_dtype
+from ..problem import AttentionProblem, Operands, lse_dtype
 from ..rng_state import draw_rng_state
 from . import compile as compiled
 from . import partition
@@ -24,7 +24,7 @@ from .arguments import (
     PackedCall,
     Qkv,
     call_kind,
-    comparable,
+    digest,
     has_only_qkv,
     lengths_of,
     needs_gradients,
@@ -39,7 +39,7 @@ from .buffers import indices
 from .collectives import ProcessWire, Wire, connect
 from .consistency import KINDS, VerifiedCalls
 from .decode import Decoder
-from .executor import attend, is_recomputing, refuse_without_backend
+from .executor import attend, is_recomputing
 from .layout import Layout
 from .partition import Mask, Work, is_divided, repeated
 from .plan import Plan, plan_of
@@ -383,8 +383,12 @@ class ContextParallel(Decoder):
         to be equal on all ranks."""
         call, plan = self._planned(qkv, layout, backend, options, return_lse, kind)
         q, _, v = call.operands[:3]
+        problem = AttentionProblem.of(call.operands, call.options)
         divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
-        refuse_without_backend(call.operands, call.options, backend, plan.strategy, divided)
+        is_partial = problem.needs_grad or plan.strategy.stages > 1
+        problem = problem._replace(layout="packed", runs=2 if divided else 0, is_partial=is_partial)
+        # A rank without tokens refuses the call as well, or it would wait for the others.
+        dispatch.select(problem, backend)
         return (call, plan), {
             "documents": len(layout.queries.lengths),
             "tokens": sum(layout.queries.lengths),
@@ -393,7 +397,13 @@ class ContextParallel(Decoder):
             "device and dtype": (q.device.type, q.dtype),
             "heads": call.heads,
             "head dims": (q.shape[2], v.shape[2]),
-            "options": comparable(call.options, backend),
+            "options": call.options._replace(
+                max_seqlen_q=0,
+                max_seqlen_k=0,
+                backend=backend or "",
+                score_mod=digest(call.options.score_mod),
+                score_mod_gradient=digest(call.options.score_mod_gradient),
+            ),
             "numbers of tokens in use": call.used.facts(),
             "the block mask": call.tiles and call.tiles.digest,
             "the shapes of optional tensors": shapes(options),

@@ -47,7 +47,6 @@ from .buffers import (
 from .collectives import DONE, Wire, exchange
 from .plan import Plan
 from .schedule import Stage, Step
-from .strategy import Strategy
 
 
 def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
@@ -398,26 +397,6 @@ def _problem(
     if plan.memo is not None:
         plan.memo[key] = problem
     return problem
-
-
-def refuse_without_backend(
-    operands: Operands, options: Options, backend: str | None, strategy: Strategy, is_divided: bool
-) -> None:
-    """Raise if no backend runs a call and, if it needs gradients, its backward, also on a rank that
-    has no tokens, which would wait for the ranks that have some.
-
-    Args:
-        operands: packed, with all heads.
-        is_divided: whether some rank has parts of sequences.
-
-    Raises:
-        NotImplementedError: no backend can run it; the message lists each with its reasons.
-    """
-    problem = AttentionProblem.of(operands, options)
-    is_partial = problem.needs_grad or strategy.stages > 1
-    runs = 2 if is_divided else 0
-    problem = problem._replace(layout="packed", runs=runs, is_partial=is_partial)
-    dispatch.select(problem, backend)
 
 
 def _needs_positions(plan: Plan, operands: Operands, stage: Stage) -> bool:

@@ -171,7 +171,13 @@ def seen_keys(queries: ShardMap, keys: ShardMap, mask: Mask, rank: int) -> Seen:
             # Neither end of the visible keys moves left from one query to the next.
             hull = visibility.key_range(start)[0], visibility.key_range(stop - 1)[1]
             hulls += [hull] if tiles is None else tiles.seen(document, (start, stop), hull)
-        seen[document] = _intersection(((0, length),), hulls)
+        joined: list[Span] = []
+        for start, stop in sorted((max(a, 0), min(b, length)) for a, b in hulls):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            elif start < stop:
+                joined.append((start, stop))
+        seen[document] = tuple(joined)
     return seen
 
 
@@ -189,19 +195,6 @@ def keys_received(queries: ShardMap, keys: ShardMap, mask: Mask) -> list[list[in
         )
         counts[rank][rank] = 0
     return counts
-
-
-def _intersection(spans: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
-    """The parts of `spans` in any of `others`, sorted and joined."""
-    joined: list[Span] = []
-    for start, stop in sorted(
-        (max(a, c), min(b, d)) for a, b in spans for c, d in others if max(a, c) < min(b, d)
-    ):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 def _located(keys: ShardMap, source: int, seen: Seen) -> Iterator[Located]:

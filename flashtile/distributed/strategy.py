@@ -133,7 +133,14 @@ def candidates(requested: Requested, workload: Workload) -> list[Strategy]:
     Raises:
         ValueError: as `select_strategy`.
     """
-    degrees = _degrees(requested, workload)
+    if requested.ulysses != "auto":
+        degrees = [requested.ulysses]
+    else:  # no neighbours exchange heads, those of a node do, or all ranks
+        ranks, (query_heads, key_heads) = workload.queries.ranks, workload.heads
+        inside = gcd(ranks, workload.machine.node, key_heads)
+        everyone = ranks if ranks <= query_heads else gcd(ranks, key_heads)
+        stages = 1 if requested.stages == "auto" else requested.stages
+        degrees = [n for n in sorted({1, inside, everyone}) if n <= ranks // stages]
     every = [list(_strategies(requested, workload, ulysses)) for ulysses in degrees]
     if not any(every):
         sizes = {n for ulysses in degrees for n in _key_heads(workload, ulysses)}
@@ -152,17 +159,6 @@ def candidates(requested: Requested, workload: Workload) -> list[Strategy]:
             "this layout"
         )
     return [strategies[0] for strategies in fitting if strategies]
-
-
-def _degrees(requested: Requested, workload: Workload) -> list[int]:
-    """Numbers of neighbours that exchange heads: none, those of a node, or all ranks."""
-    if requested.ulysses != "auto":
-        return [requested.ulysses]
-    ranks, (query_heads, key_heads) = workload.queries.ranks, workload.heads
-    inside = gcd(ranks, workload.machine.node, key_heads)
-    everyone = ranks if ranks <= query_heads else gcd(ranks, key_heads)
-    stages = 1 if requested.stages == "auto" else requested.stages
-    return [n for n in sorted({1, inside, everyone}) if n <= ranks // stages]
 
 
 def _strategies(requested: Requested, workload: Workload, ulysses: int) -> Iterator[Strategy]:
@@ -216,24 +212,16 @@ def seconds(strategy: Strategy, workload: Workload) -> float:
         size = of_key * (2 * element + gradient)
         taken = _exchanges(machine, 3, inside * size, (sum(row) - inside) * size)
         slowest = max(slowest, taken + workload.scores(queries, group) * query_heads * score)
-    return slowest + _exchanges_of_heads(workload, ulysses)
-
-
-def _exchanges_of_heads(workload: Workload, ulysses: int) -> float:
-    """Seconds of the exchanges of tokens for heads in both passes: of q, k, v, out and their
-    gradients."""
     if ulysses == 1:
-        return 0.0
-    machine, ranks = workload.machine, range(workload.queries.ranks)
+        return slowest
+    # The exchanges of tokens for heads in both passes: of q, k, v, out and their gradients.
     query_heads, key_heads = workload.heads[0], sum(_key_heads(workload, ulysses))
-    D, of_keys, of_values = workload.head_dims
-    element, gradient = workload.sizes
-    size = max(map(workload.queries.tokens, ranks)) * query_heads * D * (element + FLOAT32)
-    size += max(map(workload.queries.tokens, ranks)) * query_heads * of_values * 2 * element
-    keys = max(map(workload.keys.tokens, ranks)) * key_heads * (of_keys + of_values)
-    to_one = (size + keys * (element + gradient)) / ulysses
-    near = min(ulysses, machine.node)
-    return _exchanges(machine, 8, to_one * (near - 1), to_one * (ulysses - near))
+    tokens = max(map(workload.queries.tokens, range(workload.queries.ranks)))
+    size = tokens * query_heads * (D * (element + FLOAT32) + Dv * 2 * element)
+    keys_held = max(map(workload.keys.tokens, range(workload.queries.ranks)))
+    size += keys_held * key_heads * sum(workload.head_dims[1:]) * (element + gradient)
+    near, to_one = min(ulysses, machine.node), size / ulysses
+    return slowest + _exchanges(machine, 8, to_one * (near - 1), to_one * (ulysses - near))
 
 
 def _exchanges(machine: Machine, count: int, inside: float, across: float) -> float:

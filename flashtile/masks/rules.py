@@ -61,6 +61,11 @@ class Positions(NamedTuple):
         """The intervals of positions, from left to right."""
         return tuple((run.position, run.position + run.length) for run in self.runs)
 
+    @property
+    def stop(self) -> int:
+        """One past the last position; 0 without rows."""
+        return self.runs[-1].position + self.runs[-1].length if self.runs else 0
+
     def at(self, row: int) -> int:
         """The position of a row."""
         run = next(run for run in reversed(self.runs) if run.row <= row)
@@ -172,8 +177,9 @@ class Visibility(NamedTuple):
     def key_range(self, i: int) -> tuple[int, int]:
         """Visible keys ``[start, stop)`` of query row ``i``; empty when ``stop <= start``."""
         start, stop = 0, self.N
+        end = self.N if self.keys is None else self.keys.stop
         for fact in self.facts:
-            fact_start, fact_stop = fact.key_range(self.position(i), self._end)
+            fact_start, fact_stop = fact.key_range(self.position(i), end)
             if self.keys is not None:
                 fact_start, fact_stop = self.keys.below(fact_start), self.keys.below(fact_stop)
             start, stop = max(start, fact_start), min(stop, fact_stop)
@@ -209,13 +215,6 @@ class Visibility(NamedTuple):
             return torch.arange(n0, n1, device=device)
         return _positions(self.keys, n0, n1, device)
 
-    @property
-    def _end(self) -> int:
-        """One past the position of the last key."""
-        if self.keys is None:
-            return self.N
-        return self.keys.spans[-1][1] if self.keys.runs else 0
-
     def classify(self, m0: int, m1: int, n0: int, n1: int) -> int:
         """EMPTY, FULL or PARTIAL for the tile of rows ``[m0, m1)`` and keys ``[n0, n1)``."""
         first_start, first_stop = self.key_range(m0)
@@ -235,9 +234,10 @@ class Visibility(NamedTuple):
         n0, n1 = keys or (0, self.N)
         p = self.row_positions(m0, m1, device)[:, None]
         j = self.key_positions(n0, n1, device)[None, :]
+        end = self.N if self.keys is None else self.keys.stop
         visible = torch.ones(m1 - m0, n1 - n0, dtype=torch.bool, device=device)
         for fact in self.facts:
-            start, stop = fact.key_range(p, self._end)
+            start, stop = fact.key_range(p, end)
             visible &= (j >= start) & (j < stop)
         return visible
 

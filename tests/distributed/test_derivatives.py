@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flashtile.call import dispatch
-from flashtile.distributed import ContextParallel, executor
+from flashtile.distributed import ContextParallel, context, executor
 from flashtile.problem import AttentionProblem
 from flashtile.testing.wires import ThreadWire, run_ranks
 
@@ -130,11 +130,9 @@ def test_the_backend_of_a_backward_has_gradients(
         asked.append(problem)
         return select(problem, name)
 
-    monkeypatch.setattr(
-        executor,
-        "dispatch",
-        SimpleNamespace(select=recording, forced=lambda: None, BACKENDS=dispatch.BACKENDS),
-    )
+    recorded = SimpleNamespace(select=recording, forced=lambda: None, BACKENDS=dispatch.BACKENDS)
+    for module in (context, executor):
+        monkeypatch.setattr(module, "dispatch", recorded)
 
     def run(wire: ThreadWire) -> Tensor:
         layout = ContextParallel.over(wire, **numbers).layout(seq_len=64, grain=4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -380,11 +380,8 @@ def _with_equal_lengths(sequences: Iterable[_Sequence], step: int) -> Iterator[_
     """Join neighbouring sequences that use the same rows of q, k and v, as in a batch of equally
     long generated texts, where one kernel call then serves up to `step` of them.
     """
-
-    def used(sequence: _Sequence) -> Any:
-        return sequence.batch.start // step, sequence._replace(batch=slice(0))
-
-    for _, group in groupby(sequences, used):
+    by_rows = groupby(sequences, lambda x: (x.batch.start // step, x._replace(batch=slice(0))))
+    for _, group in by_rows:
         first, *others = group
         last = others[-1] if others else first
         yield first._replace(batch=slice(first.batch.start, last.batch.stop))
