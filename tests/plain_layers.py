@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from flashtile.testing import assert_close
 
+DTYPES = (torch.float64, torch.float32)
+
 
 def plain_attention(
     q: Tensor,
@@ -146,29 +148,28 @@ def check_against_plain(
     module: nn.Module,
     plain: Callable[..., Tensor],
     inputs: tuple[Tensor, ...],
-    dtype: torch.dtype,
     call: Callable[..., Tensor] | None = None,
 ) -> None:
-    """Compare result and gradients of module(*inputs) with plain(module, *inputs) in float64.
+    """Compare result and gradients of module(*inputs), computed in float64 and in float32, with
+    plain(module, *inputs) in float64.
 
     Args:
         module: in any dtype; copied.
         plain: the same in plain PyTorch.
         inputs: floating tensors.
-        dtype: what the module computes in.
         call: as call(module, *inputs) instead of the module itself.
     """
     seed = torch.initial_seed()
     run = call or (lambda module, *inputs: module(*inputs))
-    got = _outcome(run, module, inputs, dtype)
-    truth = _outcome(plain, module, inputs, torch.float64)
-
-    low = _outcome(plain, module, inputs, torch.float32)
-    floor = floors(lambda: _outcome(plain, module, inputs, torch.float64), truth, dtype, seed)
-    assert got.keys() == truth.keys()
-    for name, result in got.items():
-        assert result.dtype == dtype
-        assert_close(name, result, truth[name], low[name], floor=floor[name], seed=seed)
+    truth, low = (_outcome(plain, module, inputs, dtype) for dtype in DTYPES)
+    floor = floors(lambda: _outcome(plain, module, inputs, torch.float64), truth, seed)
+    for dtype in DTYPES:
+        got = _outcome(run, module, inputs, dtype)
+        assert got.keys() == truth.keys()
+        for name, result in got.items():
+            assert result.dtype == dtype
+            least = floor[name] * torch.finfo(dtype).eps
+            assert_close(name, result, truth[name], low[name], floor=least, seed=seed)
 
 
 def _outcome(

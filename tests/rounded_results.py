@@ -19,13 +19,13 @@ Run = dict[str, Tensor]  # results by name
 def judge_client(got: Run, plain: Callable[[torch.dtype], Run], seed: int) -> None:
     """Check the results of a library with flashtile by the rule. `plain(dtype)` gives the results
     without flashtile in that precision."""
-    dtype = next(iter(got.values())).dtype
+    unit = torch.finfo(next(iter(got.values())).dtype).eps
     with sdpa_kernel(SDPBackend.MATH):
         truth, low = plain(torch.float64), plain(torch.float32)
-        floor = floors(lambda: plain(torch.float64), truth, dtype, seed)
+        floor = floors(lambda: plain(torch.float64), truth, seed)
     assert got.keys() == truth.keys()
     for name, x in got.items():
-        assert_close(name, x, truth[name], low[name], floor=floor[name], seed=seed)
+        assert_close(name, x, truth[name], low[name], floor=floor[name] * unit, seed=seed)
 
 
 def judge_with_gradients(
@@ -46,9 +46,10 @@ def judge_with_gradients(
     judge_client(named(got, inputs), run, seed)
 
 
-def floors(run: Callable[[], Run], truth: Run, dtype: torch.dtype, seed: int) -> dict[str, float]:
-    """What `dtype` may lose of every tensor of `run()`, plain PyTorch in float64, in whatever order
-    it adds up terms: the rule allows it at least (`flashtile.testing.error_model`).
+def floors(run: Callable[[], Run], truth: Run, seed: int) -> dict[str, float]:
+    """What a dtype may lose of every tensor of `run()`, plain PyTorch in float64, in whatever order
+    it adds up terms, in units of its eps: the rule allows it at least
+    (`flashtile.testing.error_model`).
 
     The sizes of the terms travel through a net of layers as small errors that are put into every
     result, always in the same number of runs.
@@ -59,8 +60,8 @@ def floors(run: Callable[[], Run], truth: Run, dtype: torch.dtype, seed: int) ->
             found = run()
         for name, x in found.items():
             squares[name] = squares[name] + (x.detach() - truth[name].detach()).square() / ERRORS
-    unit = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    return {name: unit * float(floor_of(x).max()) for name, x in squares.items()}
+    eps = torch.finfo(torch.float32).eps
+    return {name: float(floor_of(x).max()) / eps for name, x in squares.items()}
 
 
 aten = torch.ops.aten

@@ -121,7 +121,6 @@ def test_experiments(name, seed):
         model.transformer.eval(),
         lambda model: plain_gpt(model, ids),
         (),
-        torch.float32,
         lambda model: model(ids),
     )
 

@@ -311,7 +311,7 @@ def test_on_a_gpu(family, side):
 @pytest.mark.parametrize("side", [None, "left"])
 @torch.no_grad()
 def test_compile(side, name):
-    model = build("mistral")
+    model = build("mistral", num_hidden_layers=1)
     mask = None if side is None else padding(side)
     want = run(model, "eager", input_ids=tokens(), attention_mask=mask, use_cache=False)
     model.set_attn_implementation(name)
@@ -432,29 +432,28 @@ def test_old_transformers(monkeypatch):
         integration.register("late")
 
 
-@pytest.mark.parametrize(
-    ("package", "message"),
-    [
-        (None, "needs transformers 5.17 or newer: pip install 'transformers>=5.17'"),
-        (
-            "__version__ = '4.40.2'",
-            "transformers: got 4.40.2, want 5.17 or newer: pip install --up",
-        ),
-    ],
-)
-def test_transformers_absent_or_too_old_to_import(package, message, tmp_path):
-    (tmp_path / "transformers").mkdir()
-    if package is None:
-        package = "raise ModuleNotFoundError('No module named transformers')"
-    (tmp_path / "transformers" / "__init__.py").write_text(package)
+def test_transformers_absent_or_too_old_to_import(tmp_path):
+    packages = {
+        "absent": "raise ModuleNotFoundError('No module named transformers')",
+        "old": "__version__ = '4.40.2'",
+    }
+    for name, text in packages.items():
+        (tmp_path / name / "transformers").mkdir(parents=True)
+        (tmp_path / name / "transformers" / "__init__.py").write_text(text)
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "try:\n    import flashtile.integrations.transformers\n"
-        "except ImportError as error:\n    print(type(error).__name__, error)"
+        "import sys\n"
+        "for folder in sys.argv[1:]:\n"
+        "    sys.path.insert(0, folder)\n"
+        "    sys.modules.pop('transformers', None)\n"
+        "    try:\n        import flashtile.integrations.transformers\n"
+        "    except ImportError as error:\n        print(type(error).__name__, error)"
     )
-    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
-    assert run.stdout.startswith("TransformersRequired")
-    assert message in run.stdout
+    folders = [tmp_path / name for name in packages]
+    run = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True)
+    absent, old = run.stdout.splitlines()
+    assert absent.startswith("TransformersRequired") and old.startswith("TransformersRequired")
+    assert "needs transformers 5.17 or newer: pip install 'transformers>=5.17'" in absent
+    assert "transformers: got 4.40.2, want 5.17 or newer: pip install --up" in old
 
 
 def test_other_flash_names_are_left_alone():

@@ -31,7 +31,6 @@ from flashtile.modules.mha import (
 )
 from flashtile.modules.mlp import GatedMlp, Mlp
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 LENGTHS = (7, 1, 0, 12)  # of packed sequences
 CU_SEQLENS = torch.tensor([0, 7, 8, 8, 20], dtype=torch.int32)
 
@@ -70,18 +69,16 @@ def mha(name: str = "plain", **more) -> MHA:
     return layer
 
 
-@DTYPES
 @pytest.mark.parametrize("name", OPTIONS)
-def test_self_attention(name, dtype, seed):
-    check_against_plain(mha(name), plain_mha, (torch.randn(2, 13, 32),), dtype)
+def test_self_attention(name, seed):
+    check_against_plain(mha(name), plain_mha, (torch.randn(2, 13, 32),))
 
 
-@DTYPES
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("lengths", [(5, 11), (11, 5)], ids=["more keys", "fewer keys"])
-def test_cross_attention(name, lengths, dtype, seed):
+def test_cross_attention(name, lengths, seed):
     inputs = tuple(torch.randn(2, length, 32) for length in lengths)
-    check_against_plain(mha(name, cross_attn=True), plain_mha, inputs, dtype)
+    check_against_plain(mha(name, cross_attn=True), plain_mha, inputs)
 
 
 def one_by_one(layer, x, *x_kv):
@@ -90,13 +87,12 @@ def one_by_one(layer, x, *x_kv):
     return torch.cat([plain_mha(layer, *part).squeeze(0) for part in zip(*parts, strict=True)])
 
 
-@DTYPES
 @pytest.mark.parametrize("name", OPTIONS)
-def test_packed_sequences(name, dtype, seed):
+def test_packed_sequences(name, seed):
     def packed(layer, x):
         return layer(x, cu_seqlens=CU_SEQLENS, max_seqlen=16)
 
-    check_against_plain(mha(name), one_by_one, (torch.randn(20, 32),), dtype, packed)
+    check_against_plain(mha(name), one_by_one, (torch.randn(20, 32),), packed)
 
 
 def test_packed_cross_attention(seed):
@@ -154,12 +150,11 @@ CONVOLVED = {
 }
 
 
-@DTYPES
 @pytest.mark.parametrize("name", CONVOLVED)
-def test_convolved_projections(name, dtype, seed):
+def test_convolved_projections(name, seed):
     layer = MHA(32, 4, dwconv=True, **CONVOLVED[name])
     inputs = tuple(torch.randn(2, length, 32) for length in (9, 6)[: 1 + layer.cross_attn])
-    check_against_plain(layer, plain_mha, inputs, dtype)
+    check_against_plain(layer, plain_mha, inputs)
 
 
 def some_keys(batch, seqlen):
@@ -169,9 +164,8 @@ def some_keys(batch, seqlen):
     return keep
 
 
-@DTYPES
 @pytest.mark.parametrize("name", ["plain", "causal", "grouped", "all"])
-def test_padding(name, dtype, seed):
+def test_padding(name, seed):
     keep = some_keys(2, 13)
 
     def call(layer, *inputs):
@@ -180,10 +174,10 @@ def test_padding(name, dtype, seed):
     def plain(layer, *inputs):
         return plain_mha(layer, *inputs, keep=keep)
 
-    check_against_plain(mha(name), plain, (torch.randn(2, 13, 32),), dtype, call)
+    check_against_plain(mha(name), plain, (torch.randn(2, 13, 32),), call)
     if not mha(name).causal:
         inputs = torch.randn(2, 7, 32), torch.randn(2, 13, 32)
-        check_against_plain(mha(name, cross_attn=True), plain, inputs, dtype, call)
+        check_against_plain(mha(name, cross_attn=True), plain, inputs, call)
 
 
 def test_padding_behind_the_keys_of_causal_cross_attention(seed):
@@ -202,9 +196,8 @@ def test_padding_behind_the_keys_of_causal_cross_attention(seed):
         torch.testing.assert_close(without[one], want)
 
 
-@DTYPES
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_with_padding(causal, dtype, seed):
+def test_attention_with_padding(causal, seed):
     keep = some_keys(2, 9)
 
     def plain(layer, *inputs):
@@ -215,10 +208,10 @@ def test_attention_with_padding(causal, dtype, seed):
         return layer(*inputs, causal=causal, key_padding_mask=keep)
 
     layer = SelfAttention(softmax_scale=0.7)
-    check_against_plain(layer, plain, (torch.randn(2, 9, 3, 4, 5),), dtype, call)
+    check_against_plain(layer, plain, (torch.randn(2, 9, 3, 4, 5),), call)
     if not causal:
         inputs = torch.randn(2, 6, 4, 5), torch.randn(2, 9, 2, 2, 5)
-        check_against_plain(CrossAttention(softmax_scale=0.7), plain, inputs, dtype, call)
+        check_against_plain(CrossAttention(softmax_scale=0.7), plain, inputs, call)
 
 
 def test_a_call_may_be_causal_or_not(seed):
@@ -260,9 +253,8 @@ def test_reset_empties_the_cache():
     assert not lengths.any()
 
 
-@DTYPES
 @pytest.mark.parametrize("causal", [False, True])
-def test_flash_self_attention(causal, dtype, seed):
+def test_flash_self_attention(causal, seed):
     layer = FlashSelfAttention(
         window_size=(4, 3), alibi_slopes=plain_slopes(3), softmax_scale=0.7, softcap=5.0
     )
@@ -281,18 +273,17 @@ def test_flash_self_attention(causal, dtype, seed):
         return layer(flat, causal, cu_seqlens=cu_seqlens, max_seqlen=10).view(2, 10, 3, 5)
 
     for run in (call, packed):
-        check_against_plain(layer, plain, (torch.randn(2, 10, 3, 3, 5),), dtype, run)
+        check_against_plain(layer, plain, (torch.randn(2, 10, 3, 3, 5),), run)
 
 
-@DTYPES
-def test_flash_cross_attention(dtype, seed):
+def test_flash_cross_attention(seed):
     layer = FlashCrossAttention(causal=True)
 
     def plain(layer, q, kv):
         return plain_attention(q, *kv.unbind(2), causal=True)
 
     inputs = torch.randn(2, 6, 4, 5), torch.randn(2, 9, 2, 2, 5)
-    check_against_plain(layer, plain, inputs, dtype)
+    check_against_plain(layer, plain, inputs)
 
 
 def test_dropout_is_for_training(seed):
@@ -390,10 +381,9 @@ def test_half_precision_rounds_neither_slopes_nor_angles(seed):
     assert ((rotated - want).abs() <= 2**-8 * want.abs() + 1e-6).all()  # one rounding
 
 
-@DTYPES
-def test_mlps(dtype, seed):
+def test_mlps(seed):
     x = torch.randn(3, 5, 12)
-    check_against_plain(Mlp(12, 20, 7), gelu_mlp, (x,), dtype)
+    check_against_plain(Mlp(12, 20, 7), gelu_mlp, (x,))
 
     def swiglu(mlp, x):
         weight, bias = mlp.fc1.weight, mlp.fc1.bias
@@ -402,7 +392,7 @@ def test_mlps(dtype, seed):
         return F.linear(y * gate * torch.sigmoid(gate), mlp.fc2.weight, mlp.fc2.bias)
 
     layer = GatedMlp(12, 11, activation=F.silu, multiple_of=8)
-    check_against_plain(layer, swiglu, (x,), dtype)
+    check_against_plain(layer, swiglu, (x,))
 
 
 def test_sizes_of_mlps():
@@ -447,9 +437,8 @@ def mlp(dim):
     return Mlp(dim, 48)
 
 
-@DTYPES
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks(name, dtype, seed):
+def test_blocks(name, seed):
     rates = {"resid_dropout1": 0.5, "resid_dropout2": 0.7}
     block = BLOCKS[name](dropout_cls=Scaled, **rates)
     if hasattr(block, "drop_path1"):
@@ -458,7 +447,7 @@ def test_blocks(name, dtype, seed):
         nn.init.normal_(norm.weight)  # else one norm could stand for the other
     for count in {1, STATES.get(name, 2)}:  # the first layer has only one input
         state = tuple(torch.randn(2, 9, 32) for _ in range(count))
-        check_against_plain(block, plain_block, state, dtype, stacked)
+        check_against_plain(block, plain_block, state, stacked)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
