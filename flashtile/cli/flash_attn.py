@@ -10,7 +10,7 @@ import argparse
 import sys
 import sysconfig
 from importlib.machinery import PathFinder
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from pathlib import Path
 
 from ..integrations import flash_attn_hook
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do it, and print which files were written or removed."""
     folder = args.folder or Path(sysconfig.get_path("purelib"))
-    there = next(iter(distributions(name="flash-attn", path=[str(folder)])), None)
+    asked = DistributionFinder.Context(name="flash-attn", path=[str(folder)])
+    there = next(iter(MetadataPathFinder.find_distributions(asked)), None)  # of the folder only
     ours = there if there and (there.read_text("INSTALLER") or "").strip() == OWNER else None
     found = PathFinder.find_spec("flash_attn", [str(folder), *sys.path])
     if args.action == "status":

@@ -18,7 +18,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -29,6 +30,12 @@ from typing import Any
 from .flash_attn_modules import PACKAGES, Contents, Package, missing
 
 _OWN_NAME = __name__.split(".")[0]
+TRANSFORMERS = "transformers.modeling_utils"
+IMPLEMENTATIONS = {  # what transformers calls a distribution
+    "flash-attn": "flash_attention_2",
+    "flash_attn_3": "flash_attention_3",
+    "flash-attn-4": "flash_attention_4",
+}
 
 
 def install(force: bool = False) -> Installation:
@@ -61,6 +68,8 @@ class Installation:
         self._finder: _Finder | None = _Finder(self.packages)
         self._hidden = self._take_modules()
         sys.meta_path.insert(0, self._finder)
+        if TRANSFORMERS in sys.modules:
+            self._finder.open_names()
 
     def __enter__(self) -> Installation:
         return self
@@ -78,6 +87,7 @@ class Installation:
         if self._finder is None:
             return
         sys.meta_path.remove(self._finder)
+        self._finder.close_names()
         for library in self._finder.libraries.values():
             if library is not None:
                 library._destroy()
@@ -149,6 +159,21 @@ class _Finder(DistributionFinder):
     def __init__(self, packages: tuple[Package, ...]) -> None:
         self.packages = packages
         self.libraries: dict[str, Any] = {}  # of operators, by namespace
+        self.close_names: Callable[[], None] = lambda: None
+
+    def open_names(self) -> None:
+        """Let transformers' names of our packages find flashtile, on a CPU too."""
+        from .transformers_loader import LoaderChangedError, patch_loader
+
+        names = [IMPLEMENTATIONS[package.distribution] for package in self.packages]
+        try:
+            self.close_names = patch_loader(*names) if names else self.close_names
+        except LoaderChangedError as error:
+            warnings.warn(
+                f"attn_implementation={names[0]!r} keeps the checks of this transformers, "
+                f"because its loader has changed ({error})",
+                stacklevel=4,
+            )
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -158,6 +183,11 @@ class _Finder(DistributionFinder):
         Importing any other module of our packages raises an error; `importlib.util.find_spec`
         returns None for it.
         """
+        if fullname == TRANSFORMERS and self.packages:
+            spec = _real_spec(fullname, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Opening(spec.loader, self)
+            return spec
         package = _owner(fullname)
         if package is None or package not in self.packages:
             return None
@@ -201,6 +231,24 @@ def _is_probe(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class _Opening(Loader):
+    """Loads the module of transformers that checks names, and then opens ours."""
+
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self.loader, self.finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run it by its own loader."""
+        spec = module.__spec__
+        assert spec is not None
+        module.__loader__ = spec.loader = self.loader
+        self.loader.exec_module(module)
+        self.finder.open_names()
 
 
 class _Loader(Loader):

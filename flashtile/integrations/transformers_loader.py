@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor
@@ -28,8 +29,12 @@ class LoaderChangedError(RuntimeError):
     """This version of transformers looks for flash attention in another way."""
 
 
-def patch_loader(name: str) -> None:
-    """Make transformers find flashtile's functions when it looks for the kernel package `name`.
+def patch_loader(*names: str) -> Callable[[], None]:
+    """Make transformers find flashtile's functions when it looks for one of these kernel packages,
+    on any device.
+
+    Returns:
+        A function that ends it.
 
     Raises:
         LoaderChangedError: transformers' private functions have changed; nothing stays patched.
@@ -47,7 +52,7 @@ def patch_loader(name: str) -> None:
         original_check: Any = PreTrainedModel._check_and_adjust_attn_implementation
     except (ImportError, AttributeError) as error:
         raise LoaderChangedError(str(error)) from error
-    ours = (name, f"paged|{name}")
+    ours = {*names, *(f"paged|{name}" for name in names)}
 
     @functools.wraps(original_imports)
     def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +70,8 @@ def patch_loader(name: str) -> None:
             if _attends_by_itself(self):
                 _logger.warning(
                     f"{type(self).__name__} computes attention in its own layers, which "
-                    f"attn_implementation cannot replace: it runs with 'eager' instead of {name!r}"
+                    "attn_implementation cannot replace: it runs with 'eager' instead of "
+                    f"{attn_implementation!r}"
                 )
                 return "eager"
             loader.lazy_import_flash_attention(attn_implementation)
@@ -79,7 +85,7 @@ def patch_loader(name: str) -> None:
 
     patch(lazy_imports, check)
     try:
-        found = loader.lazy_import_flash_attention(name)[0]
+        found = loader.lazy_import_flash_attention(names[0])[0]
         if tuple(found[:2]) != functions[:2]:
             raise LoaderChangedError(
                 "lazy_import_flash_attention does not return the functions of _lazy_imports"
@@ -87,6 +93,14 @@ def patch_loader(name: str) -> None:
     except Exception as error:  # a changed loader may raise anything
         patch(original_imports, original_check)
         raise LoaderChangedError(str(error)) from error
+
+    def end() -> None:
+        # Later patches may call these functions, so they stay, and serve no name.
+        if loader._loaded_implementation in ours:
+            loader._loaded_implementation = None  # type: ignore[attr-defined]
+        ours.clear()
+
+    return end
 
 
 def _attends_by_itself(model: PreTrainedModel) -> bool:
