@@ -81,6 +81,16 @@ assert "its loader has changed" in str(caught[0].message), caught
 """
 
 
+HOOK = "from flashtile.integrations import flash_attn_hook; flash_attn_hook.start()\n"
+OPEN = """
+from tiny_models import build, tokens
+
+model = build("llama")
+model.set_attn_implementation("flash_attention_2")
+model(tokens())
+"""
+
+
 def run_program(program: str) -> None:
     path = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
     done = subprocess.run(
@@ -91,6 +101,10 @@ def run_program(program: str) -> None:
 
 def test_logits_and_generation_are_as_in_eager_attention():
     run_program(INSTALL + EQUAL)
+
+
+def test_transformers_itself_may_ask_for_flash_attn_first():
+    run_program(HOOK + OPEN)
 
 
 def test_names_open_in_an_imported_transformers_and_close_again():

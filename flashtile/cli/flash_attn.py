@@ -78,7 +78,7 @@ def contents() -> dict[str, str]:
         f"{info}/INSTALLER": f"{OWNER}\n",
         f"{info}/top_level.txt": "flash_attn\n",
         f"{info}/RECORD": "",
-        f"{HOOK}.pth": f"import {HOOK}\n",
+        f"{HOOK}.pth": f"import {HOOK}; {HOOK}.start()\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in files)
     return files

@@ -68,8 +68,8 @@ class Installation:
         self._finder: _Finder | None = _Finder(self.packages)
         self._hidden = self._take_modules()
         sys.meta_path.insert(0, self._finder)
-        if TRANSFORMERS in sys.modules:
-            self._finder.open_names()
+        self._finder.waits_for_transformers = TRANSFORMERS in sys.modules
+        self._finder.open_names_in_time()
 
     def __enter__(self) -> Installation:
         return self
@@ -160,6 +160,16 @@ class _Finder(DistributionFinder):
         self.packages = packages
         self.libraries: dict[str, Any] = {}  # of operators, by namespace
         self.close_names: Callable[[], None] = lambda: None
+        self.waits_for_transformers = False
+
+    def open_names_in_time(self) -> None:
+        """Call `open_names` once, when transformers is there: it looks for flash_attn while it is
+        imported, and such a question may be what installs this finder.
+        """
+        spec = getattr(sys.modules.get(TRANSFORMERS), "__spec__", None)
+        if self.waits_for_transformers and not getattr(spec, "_initializing", False):
+            self.waits_for_transformers = False
+            self.open_names()
 
     def open_names(self) -> None:
         """Let transformers' names of our packages find flashtile, on a CPU too."""
@@ -183,6 +193,7 @@ class _Finder(DistributionFinder):
         Importing any other module of our packages raises an error; `importlib.util.find_spec`
         returns None for it.
         """
+        self.open_names_in_time()
         if fullname == TRANSFORMERS and self.packages:
             spec = _real_spec(fullname, path)
             if spec is not None and spec.loader is not None:

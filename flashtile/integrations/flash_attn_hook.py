@@ -1,8 +1,8 @@
 """Lets ``import flash_attn`` find flashtile in every process of an environment.
 
 ``flashtile flash-attn install`` copies this file into site-packages, beside a ``.pth`` file that
-imports the copy whenever Python starts. So nothing is imported here that takes time: flashtile, and
-with it PyTorch, follows when a program first asks for one of `NAMES`.
+imports the copy and calls `start` whenever Python starts. So nothing is imported here that takes
+time: flashtile, and with it PyTorch, follows when a program first asks for one of `NAMES`.
 """
 
 from __future__ import annotations
@@ -55,5 +55,6 @@ class Hook:
         return True
 
 
-# The last one, so that a flash_attn that is really there comes first.
-sys.meta_path.append(Hook())
+def start() -> None:
+    """Append a hook: the last finder, so that a flash_attn that is really there comes first."""
+    sys.meta_path.append(Hook())
