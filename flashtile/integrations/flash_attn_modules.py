@@ -74,7 +74,7 @@ FLASH_ATTN_2 = Package(
             ("losses.token_losses", "losses.cross_entropy")
         ),
         "flash_attn.models": Contents(),
-        "flash_attn.models.gpt": Contents(("models.gpt",)),
+        "flash_attn.models.gpt": Contents(("models.hugging_face", "models.shards", "models.gpt")),
         **{
             f"flash_attn.models.{family}": Contents(("models.hugging_face", "models.families"))
             for family in _FAMILIES

@@ -33,8 +33,7 @@ from ..modules.mha import MHA, ParallelMHA
 from ..modules.mlp import GatedMlp, Mlp, ParallelGatedMlp, ParallelMLP
 from . import decoding, generation, hugging_face
 from .gpt_config import GPTConfig
-from .hugging_face import remap_state_dict_hf_gpt2, remap_state_dict_megatron
-from .shards import combine_state_dicts_tp, shard_state_dict_tp
+from .shards import shard_state_dict_tp
 
 __all__ = [
     "CausalLMLoss",
@@ -43,13 +42,9 @@ __all__ = [
     "GPTLMHeadModel",
     "GPTModel",
     "GPTPreTrainedModel",
-    "combine_state_dicts_tp",
     "create_block",
     "create_mixer_cls",
     "create_mlp_cls",
-    "remap_state_dict_hf_gpt2",
-    "remap_state_dict_megatron",
-    "shard_state_dict_tp",
 ]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -157,8 +152,8 @@ class GPTModel(GPTPreTrainedModel):
             width = config.word_embed_proj_dim
             self.embeddings: Any = GPT2Embeddings(*sizes, word_embed_proj_dim=width, **where)
         else:
-            shares = {"sequence_parallel": config.sequence_parallel}
-            self.embeddings = ParallelGPT2Embeddings(*sizes, process_group, **shares, **where)
+            shares: dict[str, Any] = {"sequence_parallel": config.sequence_parallel, **where}
+            self.embeddings = ParallelGPT2Embeddings(*sizes, process_group, **shares)
         self.layers = nn.ModuleList(
             create_block(config, layer_idx, process_group, attend=attend, **where)
             for layer_idx in range(config.num_layers)
@@ -167,8 +162,8 @@ class GPTModel(GPTPreTrainedModel):
             self.drop_f = nn.Dropout(config.residual_dropout)
             self.ln_f: Any = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
             for parameter in self.ln_f.parameters() if process_group is not None else ():
-                parameter._shared_params = True
-                parameter._sequence_parallel = config.sequence_parallel
+                marks = {"_shared_params": True, "_sequence_parallel": config.sequence_parallel}
+                vars(parameter).update(marks)
         self.apply(partial(_initialize, config=config))
         # GPT-2 scales these weights, because each layer adds two branches to the residual stream,
         # whose variance would grow with the number of layers.

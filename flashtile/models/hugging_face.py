@@ -195,7 +195,7 @@ class _Rule(NamedTuple):
 
 
 def state_dict_from_transformers(
-    state_dict: StateDict, config: GPTConfig, family: str | None = None
+    state_dict: StateDict, config: GPTConfig, family: str | None = None, strict: bool = True
 ) -> StateDict:
     """Convert a state dict of transformers to one that `GPTLMHeadModel` loads.
 
@@ -204,6 +204,7 @@ def state_dict_from_transformers(
         config: configuration of our model.
         family: model_type of their config, or another name in `FAMILIES`; a GPT-2 or a Llama by
             default.
+        strict: raise an error for other weights; if not, they keep their names.
 
     Raises:
         ValueError: a weight is missing, or `GPTLMHeadModel` has no parameter for a weight.
@@ -222,12 +223,13 @@ def state_dict_from_transformers(
     head = remaining.pop(f"{FAMILIES[family].others['lm_head']}.weight", None)
     if head is None and not config.tie_word_embeddings:
         raise ValueError("state_dict: 'lm_head.weight' is missing, and the config does not tie it")
-    tied = head is None or config.tie_word_embeddings
-    ours["lm_head.weight"] = ours[_WORDS] if tied else head
-    left = [name for name in remaining if not name.endswith(_NO_WEIGHTS)]
-    if left:
-        raise ValueError(f"state_dict: {left[0]!r} and {len(left) - 1} others fit no parameter")
-    return ours
+    ours["lm_head.weight"] = ours[_WORDS] if head is None or config.tie_word_embeddings else head
+    left = {name: x for name, x in remaining.items() if not name.endswith(_NO_WEIGHTS)}
+    if left and strict:
+        raise ValueError(
+            f"state_dict: {next(iter(left))!r} and {len(left) - 1} others fit no parameter"
+        )
+    return ours | left
 
 
 def state_dict_to_transformers(
@@ -337,8 +339,7 @@ def remap(state_dict: StateDict, config: Any, *, family: str) -> StateDict:
     padded as it says; the names in `flash_attn.models` are this function with their family.
     """
     own = config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
-    ours = state_dict_from_transformers(state_dict, own, family)
-    return padded(ours, own)
+    return padded(state_dict_from_transformers(state_dict, own, family, strict=False), own)
 
 
 def padded(state_dict: StateDict, config: GPTConfig) -> StateDict:
