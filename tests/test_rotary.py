@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flashtile.layers.rotary import (
     RotaryEmbedding,
@@ -66,9 +67,9 @@ def cu(lengths: list[int]) -> Tensor:
     return torch.tensor([sum(lengths[:b]) for b in range(len(lengths) + 1)], dtype=torch.int32)
 
 
-def compiled(f: Callable) -> Callable:
+def compiled(f: Callable, backend: str | Callable = "aot_eager") -> Callable:
     torch._dynamo.reset()
-    return torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    return torch.compile(f, fullgraph=True, backend=backend, dynamic=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -341,9 +342,10 @@ def test_module_trains_after_inference_mode() -> None:
 
 @pytest.mark.slow
 def test_compile() -> None:
-    tables_ = tables(20, 2, torch.float32)
-    fast = compiled(apply_rotary_emb)
-    for B, M in ((2, 3), (3, 5)):
+    tables_ = tables(40, 2, torch.float32)
+    counted = CompileCounterWithBackend("aot_eager")
+    fast = compiled(apply_rotary_emb, counted)
+    for B, M in ((4, 9), (6, 11)):  # equal sizes would be one symbol
         x = torch.randn(B, M, 2, 5, requires_grad=True)
         lengths, offsets = [M, 0, *[1] * B], torch.arange(B + 2)
         packed = torch.randn(M + B, 2, 5, requires_grad=True)
@@ -355,11 +357,12 @@ def test_compile() -> None:
             want, got = apply_rotary_emb(*args), fast(*args)
             grads = [torch.autograd.grad(y.square().sum(), args[0])[0] for y in (got, want)]
             torch.testing.assert_close([got, grads[0]], [want, grads[1]])
+    assert counted.frame_count == 3
 
 
 @pytest.mark.slow
 def test_compile_in_place() -> None:
-    cos, sin = tables(9, 2, torch.float32)
+    cos, sin = tables(20, 2, torch.float32)
 
     def rotate(x: Tensor, qkv: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         return (
@@ -367,8 +370,9 @@ def test_compile_in_place() -> None:
             apply_rotary_emb_qkv_(qkv, cos, sin, seqlen_offsets=offsets, num_heads_q=2),
         )
 
-    fast = compiled(rotate)
-    for B, M in ((2, 3), (3, 5)):
+    counted = CompileCounterWithBackend("aot_eager")
+    fast = compiled(rotate, counted)
+    for B, M in ((3, 5), (7, 8)):
         leaves, results = [torch.randn(B, M, H, 6, requires_grad=True) for H in (2, 4)], []
         for f in (rotate, fast):
             inputs = [leaf * 1 for leaf in leaves]
@@ -377,13 +381,14 @@ def test_compile_in_place() -> None:
             grads = torch.autograd.grad([t.square().sum() for t in outs], leaves)
             results.append([*outs, *inputs, *grads])
         torch.testing.assert_close(*results)
+    assert counted.frame_count == 1
 
 
 @pytest.mark.slow
 def test_compile_module() -> None:
     rope, twin = (RotaryEmbedding(4, scale_base=512.0) for _ in range(2))
     fast = compiled(rope)
-    for M, offset in ((3, 0), (5, 2)):
+    for M, offset in ((5, 0), (7, 2)):
         qkv = torch.randn(2, M, 3, 2, 4)
         got, want = fast(qkv.clone(), seqlen_offset=offset), twin(qkv, seqlen_offset=offset)
         torch.testing.assert_close(got, want)

@@ -78,26 +78,34 @@ def test_options_together(options, dtype, backend, seed):
     check_dense(Sizes(), options, dtype, backend, seed)
 
 
+def several_tiles(M, N, backend):
+    """Sizes that cross the borders of tiles, those of `small_cpu_tiles` on a CPU."""
+    smaller = 5 if backend == "cpu" else 1
+    return Sizes(B=1, M=M // smaller, N=N // smaller, Hq=2, Hk=1, D=16)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_cpu_tiles")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option_over_several_tiles(option, backend, seed):
-    s = Sizes(B=1, M=301, N=547, Hq=2, Hk=1, D=16)
-    check_dense(s, option, torch.float32, backend, seed)
+    check_dense(several_tiles(301, 547, backend), option, torch.float32, backend, seed)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_cpu_tiles")
 @pytest.mark.parametrize(
     "option", ["nothing", "causal", "window", "sink", "block mask with partial tiles", "dropout"]
 )
 def test_more_queries_than_keys_over_several_tiles(option, backend, seed):
-    s = Sizes(B=1, M=547, N=301, Hq=2, Hk=1, D=16)
-    check_dense(s, option, torch.float32, backend, seed)
+    check_dense(several_tiles(547, 301, backend), option, torch.float32, backend, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", ["negative scale", "scale of zero"])
 @pytest.mark.parametrize("mask", ["causal", "causal + sink", "window to the left", "chunk"])
-@pytest.mark.parametrize("sizes", [Sizes(M=16, N=16), Sizes(B=1, M=550, N=600)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [Sizes(M=16, N=16), Sizes(B=1, M=550, N=600, Hq=2, Hk=1, D=8)], ids=str
+)
 def test_scales_that_are_not_positive(sizes, mask, scale, backend, seed):
     """PyTorch's own kernel masks before it scales, and -inf times 0 is NaN."""
     check_dense(sizes, f"{mask} + {scale}", torch.float32, backend, seed)
