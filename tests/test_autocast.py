@@ -375,6 +375,7 @@ def test_tables_made_under_autocast_are_those_made_without(autocast: torch.dtype
         assert torch.equal(getattr(inside, name), getattr(outside, name))
 
 
+@pytest.mark.slow
 def test_compiled(seed: int) -> None:
     entry, shapes = ATTENTION["softcap"]
     inputs = heads(seed, torch.float16, *shapes)

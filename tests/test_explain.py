@@ -131,6 +131,7 @@ def test_a_compiled_function_writes_nothing(has_run):
     assert not cache.any()
 
 
+@pytest.mark.slow
 def test_inside_a_compiled_function():
     """The graph ends before `explain`; the call after it is compiled as ever."""
 

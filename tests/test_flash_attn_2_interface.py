@@ -251,6 +251,7 @@ def test_wrong_gradients_are_refused_before_anything_is_written(seed):
     assert dq.count_nonzero() == 0
 
 
+@pytest.mark.slow
 def test_results_of_both_directions_compile(seed):
     leaves = qkv(generator(seed))
 

@@ -198,6 +198,7 @@ def test_install_reaches_modules(seed, monkeypatch):
     judge_client({"out": got}, plain, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["causal", "bool", "keys"])
 def test_compile(option, seed):
     options = {

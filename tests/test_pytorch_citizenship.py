@@ -105,6 +105,7 @@ class TestOps:
         assert [gradients.dbias is not None for gradients in made] == [wanted]
         assert (bias.grad is not None) == wanted
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", op_arguments())
     def test_opcheck(self, name):
         op = getattr(torch.ops.flashtile, name).default

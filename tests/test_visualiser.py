@@ -297,6 +297,7 @@ def reports(page: Path) -> dict[str, Any]:
     return returned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_player_does_what_python_does_step_by_step(
     traces: ModuleType, reports: dict[str, Any], name: str
@@ -317,6 +318,7 @@ def test_the_player_does_what_python_does_step_by_step(
             assert row in rows and col in cols, choice
 
 
+@pytest.mark.slow
 def test_every_example_plays_to_its_end(reports: dict[str, Any]):
     report = reports["examples"]
     player = (DOCS / "learn" / "visualiser.html").read_text(encoding="utf-8")
@@ -328,6 +330,7 @@ def test_every_example_plays_to_its_end(reports: dict[str, Any]):
         assert before is None or before > 0.01, preset  # in the first step
 
 
+@pytest.mark.slow
 def test_an_address_plays_by_itself(page: Path):
     address = "#algorithm=fa2&mask=causal&M=8&N=8&B_r=4&B_c=4&speed=40&row=5&play=1"
     document, console = opened(page, address)
@@ -338,6 +341,7 @@ def test_an_address_plays_by_itself(page: Path):
     assert len(re.findall(r'class="v-tile [^"]*v-scored', document)) == 3  # of four, one is hidden
 
 
+@pytest.mark.slow
 def test_keys_touch_buttons_and_numbers(reports: dict[str, Any]):
     found = reports["keys"]
     *steps, end, home, row = found["steps"]
@@ -351,11 +355,13 @@ def test_keys_touch_buttons_and_numbers(reports: dict[str, Any]):
     assert found["hidden"] == ["size", "B_r"]  # in "down the columns"
 
 
+@pytest.mark.slow
 def test_an_address_may_hold_anything(page: Path):
     document, console = opened(page, "#algorithm=none&mask=full&M=x&N=-3&step=-7&row=99&speed=x")
     assert console == [] and 'class="v-current"' in document
 
 
+@pytest.mark.slow
 def test_console_errors_are_seen(page: Path):
     broken = page.with_name("broken.html")
     text = page.read_text(encoding="utf-8").replace("_static/visualiser.js", "_static/missing.js")

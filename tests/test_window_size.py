@@ -64,6 +64,7 @@ def test_a_repeated_call_is_not_checked_again(form, call, monkeypatch):
     assert torch.equal(flashtile.attention(**call, window_size=FORMS[form]((4, 3))), first)
 
 
+@pytest.mark.slow
 def test_symbolic_sides_compile(call):
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def attend(q, k, v):
