@@ -189,6 +189,7 @@ def float8_table() -> str:
 def models_table() -> str:
     """Milliseconds of calls of published models, next to the fastest other library."""
     cases = by_case(of_preset("models"), "median_ms", "variant", "pass")
+    short = {**HEADS, "sdpa-efficient": "PyTorch", "flex": "Flex"}
     lines = []
     for name in dict.fromkeys(name for name, _ in cases):
         line = [name]
@@ -198,11 +199,11 @@ def models_table() -> str:
             line.append(number(ours))
             if others:
                 best = min(others, key=others.__getitem__)
-                line += [f"{number(others[best])} ({HEADS[best]})", f"{others[best] / ours:.2f}×"]
+                line += [f"{number(others[best])} ({short[best]})", f"{others[best] / ours:.2f}×"]
             else:
                 line += ["–", "–"]
         lines.append(line)
-    columns = ["fastest other library", "speed"]
+    columns = ["fastest other", "speed"]
     return markdown_table(["call", "forward", *columns, "backward", *columns], lines)
 
 
