@@ -102,6 +102,13 @@ def test_uninstall_removes_what_install_wrote(tmp_path, capsys):
     assert "not installed" in capsys.readouterr().out
 
 
+def test_another_version_leaves_none_of_the_old_files(tmp_path, monkeypatch):
+    assert command("install", tmp_path) == 0
+    monkeypatch.setattr(flash_attn, "FLASH_ATTN_2", FLASH_ATTN_2._replace(version="9.0"))
+    assert command("install", tmp_path) == 0
+    assert [path.name for path in tmp_path.glob("*.dist-info")] == ["flash_attn-9.0.dist-info"]
+
+
 def test_a_real_flash_attn_is_not_replaced(tmp_path, capsys):
     real_flash_attn(tmp_path)
     before = files(tmp_path)

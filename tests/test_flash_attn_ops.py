@@ -140,6 +140,14 @@ def test_dropout_add_norm(is_rms_norm, p, seed):
     judge_with_gradients(torch.cat((y, total)), plain, inputs, seed)
 
 
+def test_dropout_of_everything_leaves_the_residual(seed):
+    x, residual, weight, bias = leaf(2, 4, 8), leaf(2, 4, 8), leaf(8), leaf(8)
+    y = norm.layer_norm_fn(x, weight, bias, residual, dropout_p=1.0, eps=1e-5)
+    torch.testing.assert_close(y, norm.layer_norm_fn(residual, weight, bias, eps=1e-5))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
 def test_norm_of_kept_rows(seed):
     """Rows 0 and 2 of four sequences take part, and sequences 1 and 2 go on."""
     x, residual, weight, bias = leaf(2, 3, 8), leaf(4, 3, 8), leaf(8), leaf(8)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Each command is a module of this folder (- stands for _) with `add_arguments(parser)` and
+# Each command is a module of this folder (with _ for -) with `add_arguments(parser)` and
 # `run(args) -> int`. Only the requested command is imported, because imports take seconds.
 COMMANDS = {
     "info": "show versions, devices, and which backends work here or why they do not",

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    if ours is not None:  # perhaps of another version
+        remove(recorded(folder, ours), folder)
     return install(folder)
 
 
@@ -104,11 +106,16 @@ def install(folder: Path) -> int:
 
 def uninstall(folder: Path, ours: Distribution) -> int:
     """Remove the files in the record."""
-    paths = [folder / file for file in ours.files or ()]
+    paths = recorded(folder, ours)
     remove(paths, folder)
     for path in paths:
         print(f"removed {path}")
     return 0
+
+
+def recorded(folder: Path, ours: Distribution) -> list[Path]:
+    """The files that an installation wrote, in that order."""
+    return [folder / file for file in ours.files or ()]
 
 
 def remove(paths: list[Path], folder: Path) -> None:

@@ -87,7 +87,7 @@ def layer_norm_fn(
         total = stream.to(stream_dtype)
         results.append(total if residual_out is None else residual_out.copy_(total))
     if return_dropout_mask:
-        results += [mask, mask1]  # type: ignore[list-item]
+        results += [mask, mask1]  # type: ignore[list-item]  # None without dropout
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -126,7 +126,7 @@ def dropped(x: Tensor, p: float, scale: Tensor | None = None) -> tuple[Tensor, T
     if p == 0.0:
         return x, None
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
-    return x.masked_fill(~mask, 0.0) / (1.0 - p), mask
+    return x.masked_fill(~mask, 0.0) / ((1.0 - p) or 1.0), mask  # nothing is kept at p = 1
 
 
 def normed(
