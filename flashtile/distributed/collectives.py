@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+# An optimizer imports this module. If that is after `init_process_group`, its functions' default
+# arguments keep the group, and gloo's threads run on while Python ends, which may abort it.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The example of two processes runs as its docstring says."""
+"""The example of two processes runs as its docstring says, and its threads end with the group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
+ONE_PROCESS = """
+import os, sys, torch
+import torch.distributed as dist
+import flashtile.distributed
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
+torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+dist.barrier()
+dist.destroy_process_group()
+threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+assert not [name for name in threads if "gloo" in name], threads
+"""
+
 
 def test_the_losses_are_those_of_one_process() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -25,3 +37,11 @@ def test_the_losses_are_those_of_one_process() -> None:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.rstrip().endswith("equal up to rounding")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lists threads in /proc")
+def test_no_thread_of_a_group_is_left_when_python_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ONE_PROCESS, str(tmp_path / "rendezvous")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
