@@ -19,6 +19,7 @@ from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .gpu.next_pass import followed_by
+from .operators import library, ops, register_fake
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -48,18 +49,17 @@ _NUMBERS = ", ".join(
 _INPUTS = len(Operands._fields)
 _BIAS = Operands._fields.index("bias")
 
-_library = torch.library.Library("flashtile", "DEF")
-_library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
+library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
 # The same op with a schema that writes to the workspace. Most calls have no workspace, and an op
 # that changes nothing gives a tracer more freedom.
 _WRITING = _TENSORS.replace("Tensor? workspace", "Tensor(a!) workspace")
-_library.define(f"attention_forward_in_workspace({_WRITING}, {_NUMBERS}) -> (Tensor, Tensor)")
-_library.define(
+library.define(f"attention_forward_in_workspace({_WRITING}, {_NUMBERS}) -> (Tensor, Tensor)")
+library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_needs_grad, "
     f"{_TENSORS}, {_NUMBERS}) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")"
 )
 
-_library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) -> Tensor")
+library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) -> Tensor")
 
 
 def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: 
     without gradient.
     """
     with torch.no_grad():
-        return torch.ops.flashtile.attention_probabilities(*operands, lse, *problem.options)
+        return ops.attention_probabilities(*operands, lse, *problem.options)
 
 
 def attend(
@@ -119,8 +119,8 @@ def attend(
         if transforms or problem.needs_grad:
             return AttentionFunction.apply(*operands, *options)
         if operands.workspace is not None:
-            return torch.ops.flashtile.attention_forward_in_workspace(*operands, *options)
-        return torch.ops.flashtile.attention_forward(*operands, *options)
+            return ops.attention_forward_in_workspace(*operands, *options)
+        return ops.attention_forward(*operands, *options)
     # Nobody would see the ops, which cost as much time as all that is above.
     if problem.needs_grad:
         return _record(problem, operands, None, wants_lse)
@@ -322,14 +322,14 @@ def _fake_probabilities(*args: Any) -> Tensor:
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("attention_probabilities", _probabilities, _key)
-    _library.impl("attention_forward", _forward, _key)
-    _library.impl("attention_forward_in_workspace", _forward, _key)
-    _library.impl("attention_backward", _backward, _key)
+    library.impl("attention_probabilities", _probabilities, _key)
+    library.impl("attention_forward", _forward, _key)
+    library.impl("attention_forward_in_workspace", _forward, _key)
+    library.impl("attention_backward", _backward, _key)
 for _name in ("attention_forward", "attention_forward_in_workspace"):
-    torch.library.register_fake(f"flashtile::{_name}", _fake_forward, lib=_library)
-torch.library.register_fake("flashtile::attention_backward", _fake_backward, lib=_library)
-torch.library.register_fake("flashtile::attention_probabilities", _fake_probabilities, lib=_library)
+    register_fake(_name, _fake_forward)
+register_fake("attention_backward", _fake_backward)
+register_fake("attention_probabilities", _fake_probabilities)
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -337,7 +337,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return torch.ops.flashtile.attention_forward(*args)
+        return ops.attention_forward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -367,9 +367,7 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
     compiling = torch.compiler.is_compiling()
     if not compiling:
         flops.register_when_counting()
-    derivative = (
-        torch.ops.flashtile.attention_backward if compiling else AttentionBackwardFunction.apply
-    )
+    derivative = ops.attention_backward if compiling else AttentionBackwardFunction.apply
     gradients = derivative(*given)
     needed = needed[:DIFFERENTIABLE]
     # PyTorch 2.9 does not trace a zip of unequal lengths.
@@ -445,7 +443,7 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return torch.ops.flashtile.attention_backward(*args)
+        return ops.attention_backward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -21,6 +21,7 @@ from .api import attention_with_kvcache
 from .call import dispatch
 from .call.layouts import Dense, Packed
 from .call.prepare import QKV, Given, prepare
+from .operators import ops
 from .problem import Operands, lse_shape
 from .rng_state import draw_rng_state
 
@@ -350,7 +351,7 @@ def gradients(
         for name, target, x in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
             if target is not None:
                 _check_shape(name, target, tuple(x.shape))
-        found = torch.ops.flashtile.attention_backward(
+        found = ops.attention_backward(
             dout, dlse, out, lse, False, *operands, *problem.options._replace(backend=backend)
         )
         written = [

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from .operators import ops
 
 _lock = threading.Lock()
 _registered = False
@@ -46,9 +46,8 @@ def _register() -> None:
         q, k, v = _dense_shapes(operands)
         return sdpa_backward_flop_count((*q[:-1], v[-1]), q, k, v)
 
-    ops = torch.ops.flashtile
     register_flop_formula([ops.attention_forward, ops.attention_forward_in_workspace])(forward)
-    register_flop_formula(torch.ops.flashtile.attention_backward)(backward)
+    register_flop_formula(ops.attention_backward)(backward)
     # A counter copies the registry when it is created, so counters that already run are updated.
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "counter"):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .operators import library, ops, register_fake
+
 
 def draw_rng_state(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """(seed, offset) as int64 (2,) from `generator`, or PyTorch's own for `device`, so that
     ``torch.manual_seed`` applies.
     """
     if torch.compiler.is_compiling() and generator is None:
-        drawn: Tensor = torch.ops.flashtile.draw_rng_state(device)
+        drawn: Tensor = ops.draw_rng_state(device)
         return drawn
     return _draw(device=device, generator=generator)
 
@@ -20,9 +22,8 @@ def _draw(*, device: torch.device, generator: torch.Generator | None = None) -> 
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define("draw_rng_state(Device device) -> Tensor")
-_library.define(
+library.define("draw_rng_state(Device device) -> Tensor")
+library.define(
     "draw_rng_state_again(*, Device device) -> Tensor", tags=[torch.Tag.nondeterministic_seeded]
 )
 
@@ -45,7 +46,7 @@ def _draw_once(device: torch.device) -> Tensor:
     graph = mode.tracer.graph
     has_backward = any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
     if has_backward and config.activation_memory_budget == 0:
-        drawn: Tensor = torch.ops.flashtile.draw_rng_state_again(device=device)
+        drawn: Tensor = ops.draw_rng_state_again(device=device)
         policy = CheckpointPolicy.MUST_RECOMPUTE
     else:
         drawn = _draw(device=device)
@@ -58,6 +59,6 @@ def _drawn_shape(*, device: torch.device) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
-_library.impl("draw_rng_state", _draw_once, "CompositeImplicitAutograd")
-_library.impl("draw_rng_state_again", _draw, "BackendSelect")
-torch.library.register_fake("flashtile::draw_rng_state_again", _drawn_shape, lib=_library)
+library.impl("draw_rng_state", _draw_once, "CompositeImplicitAutograd")
+library.impl("draw_rng_state_again", _draw, "BackendSelect")
+register_fake("draw_rng_state_again", _drawn_shape)

@@ -62,7 +62,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
-    ("gpu.absent", "current_layout", "kernel_hints"),
+    ("gpu.absent", "current_layout", "kernel_hints", "operators"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.

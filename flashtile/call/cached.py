@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import autograd
 from ..backend_interface import PreparedForward
 from ..gpu.absent import current_target
+from ..operators import ops
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
 from ..problem import FLOAT8, AttentionProblem, Operands
@@ -98,8 +99,8 @@ def rotate_and_append(call: Prepared) -> Operands:
     append_only: Any  # the two ops or, where nobody would see them, their functions
     append_rotated: Any
     if _is_observed((*operands, k, v)):
-        append_only = torch.ops.flashtile.kvcache_append
-        append_rotated = torch.ops.flashtile.kvcache_rotate_append
+        append_only = ops.kvcache_append
+        append_rotated = ops.kvcache_rotate_append
     elif k_cache.is_cuda or current_target.gpu is not None:
         append_only, append_rotated = op.append_on_gpu, op.rotate_and_append_on_gpu
     else:

@@ -17,6 +17,7 @@ from ..autocast import autocast_off, cast_inputs
 from ..call import checks
 from ..call.score_function import with_score_mod
 from ..masks import BlockMask, Spans
+from ..operators import library, ops, register_fake
 from ..problem import lse_dtype
 from ..rng_state import draw_rng_state
 from ..score_mod import Described
@@ -92,11 +93,10 @@ def _schema(fields: type) -> str:
 
 
 _TENSORS, _NUMBERS = _schema(_Tensors), _schema(_Numbers)
-_library = torch.library.Library("flashtile", "FRAGMENT")
 # A CUDA graph would repeat the exchanges of the documents that it was recorded with.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-_library.define(f"context_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)", tags=_TAGS)
-_library.define(
+library.define(f"context_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)", tags=_TAGS)
+library.define(
     "context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, "
     f"{_TENSORS}, {_NUMBERS}) -> ({', '.join(['Tensor'] * _GRADIENTS)})",
     tags=_TAGS,
@@ -153,7 +153,7 @@ def attend(
         score_mod=function.get("score_mod", ""),
         backend=backend or "",
     )
-    out, lse = torch.ops.flashtile.context_forward(*tensors, *numbers)
+    out, lse = ops.context_forward(*tensors, *numbers)
     return out, lse
 
 
@@ -256,17 +256,15 @@ def _derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Ten
     needed = [bool(x) for x in ctx.needs_input_grad[:_GRADIENTS]]
     if dout is None:
         dout = torch.zeros_like(out)
-    results = torch.ops.flashtile.context_backward(
-        dout, dlse, out, lse, needed, *tensors, *ctx.numbers
-    )
+    results = ops.context_backward(dout, dlse, out, lse, needed, *tensors, *ctx.numbers)
     leading = (g if wanted else None for g, wanted in zip(results, needed, strict=True))
     return (*leading, *(None,) * (len(ctx.needs_input_grad) - _GRADIENTS))
 
 
-_library.impl("context_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("context_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("flashtile::context_forward", _fake_forward, lib=_library)
-torch.library.register_fake("flashtile::context_backward", _fake_backward, lib=_library)
+library.impl("context_forward", _forward, "CompositeExplicitAutograd")
+library.impl("context_backward", _backward, "CompositeExplicitAutograd")
+register_fake("context_forward", _fake_forward)
+register_fake("context_backward", _fake_backward)
 torch.library.register_autograd(
-    "flashtile::context_forward", _derivative, setup_context=_setup, lib=_library
+    f"{library.ns}::context_forward", _derivative, setup_context=_setup, lib=library
 )

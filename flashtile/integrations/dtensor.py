@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
+from ..operators import ops
 from ..problem import DIFFERENTIABLE, Operands, Options
 
 _INPUTS = len(Operands._fields)
@@ -37,7 +38,6 @@ def register() -> None:
 
     Dropout needs plain tensors, because its mask depends on the position in the whole tensor.
     """
-    ops = torch.ops.flashtile
     register_sharding(ops.attention_forward.default)(_forward)
     register_sharding(ops.attention_backward.default)(_backward)
 

@@ -30,6 +30,7 @@ from ..api import attention
 from ..autocast import without_autocast
 from ..call.layouts import Dense
 from ..call.prepare import prepare
+from ..operators import ops
 
 NAME = "flashtile"
 
@@ -316,7 +317,7 @@ def _sdpa_cpu_backward(
     with torch.no_grad():
         problem, operands, *_ = prepare((q, k, v), Dense(), {"softmax_scale": scale, **options})
         dout, result = grad_out.transpose(1, 2), out.transpose(1, 2)
-        dq, dk, dv, *_ = torch.ops.flashtile.attention_backward(
+        dq, dk, dv, *_ = ops.attention_backward(
             dout, None, result, logsumexp, False, *operands, *problem.options
         )
     unseen = (0, 0, 0, 0, 0, key.shape[2] - dk.shape[1])

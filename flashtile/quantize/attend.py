@@ -15,6 +15,7 @@ from ..call.layouts import DENSE, Packed
 from ..call.options import Float8Options, PaddedMaskOptions, accepts, refuse_unknown
 from ..call.prepare import prepare, read, with_dropout_seed
 from ..call.score_function import outside_of_graphs
+from ..operators import ops
 from ..ops.quantize.formula import Recipe, dequantized
 from ..ops.quantize.hadamard import rotation
 from ..ops.quantize.rows import Rows
@@ -235,7 +236,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> list[Tenso
     if recipe.hadamard_v:
         dout = dout.float() @ _rotation_of(small.v, recipe)
     needs_bias = ctx.needs_input_grad[5 + Operands._fields.index("bias")]
-    dq, dk, dv, *others = torch.ops.flashtile.attention_backward(
+    dq, dk, dv, *others = ops.attention_backward(
         dout.to(dtype), dlse, out.to(dtype), lse, needs_bias, *operands, *options
     )
     if recipe.hadamard:

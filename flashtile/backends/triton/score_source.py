@@ -144,10 +144,11 @@ def limits_of(line: Line) -> dict[str, Any]:
 # The source of a score function and of its derivative
 
 
-HEADER = """import triton
+# The package may have been loaded under another name.
+HEADER = f"""import triton
 import triton.language as tl
 
-from flashtile.gpu.intrinsics import load_each, tanh
+from {__name__.removesuffix(".backends.triton.score_source")}.gpu.intrinsics import load_each, tanh
 
 
 @triton.jit

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ...autocast import without_autocast
+from ...operators import library, register_fake
 from . import formula
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(
+library.define(
     "kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, "
     "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? cache_batch_idx, Tensor? k_descale, "
     "Tensor? v_descale) -> Tensor"
 )
-_library.define(
+library.define(
     "kvcache_rotate_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, "
     "Tensor cos, Tensor sin, Tensor lengths, Tensor base, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? cache_batch_idx, Tensor? k_descale, "
@@ -76,11 +76,9 @@ def _fake_rotate_and_append(
     return q.new_empty(q.shape), lengths.new_empty(lengths.shape, dtype=torch.int32)
 
 
-_library.impl("kvcache_append", formula.append, "CPU")
-_library.impl("kvcache_append", append_on_gpu, "CUDA")
-_library.impl("kvcache_rotate_append", formula.rotate_and_append, "CPU")
-_library.impl("kvcache_rotate_append", rotate_and_append_on_gpu, "CUDA")
-torch.library.register_fake("flashtile::kvcache_append", _fake_append, lib=_library)
-torch.library.register_fake(
-    "flashtile::kvcache_rotate_append", _fake_rotate_and_append, lib=_library
-)
+library.impl("kvcache_append", formula.append, "CPU")
+library.impl("kvcache_append", append_on_gpu, "CUDA")
+library.impl("kvcache_rotate_append", formula.rotate_and_append, "CPU")
+library.impl("kvcache_rotate_append", rotate_and_append_on_gpu, "CUDA")
+register_fake("kvcache_append", _fake_append)
+register_fake("kvcache_rotate_append", _fake_rotate_and_append)

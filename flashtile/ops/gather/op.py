@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ...operators import library, ops, register_fake
 from . import formula
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(
+library.define(
     "gather_pages(Tensor k, Tensor v, Tensor page_table, Tensor used) -> (Tensor, Tensor)"
 )
 
 
 def gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     """`formula.gather_pages`; on a GPU by a kernel, which does not read the unused pages."""
-    gathered: tuple[Tensor, Tensor] = torch.ops.flashtile.gather_pages(k, v, page_table, used)
+    gathered: tuple[Tensor, Tensor] = ops.gather_pages(k, v, page_table, used)
     return gathered
 
 
@@ -33,6 +32,6 @@ def _fake_gather_pages(
     return k_rows, v_rows
 
 
-_library.impl("gather_pages", formula.gather_pages, "CPU")
-_library.impl("gather_pages", _gather_pages_on_gpu, "CUDA")
-torch.library.register_fake("flashtile::gather_pages", _fake_gather_pages, lib=_library)
+library.impl("gather_pages", formula.gather_pages, "CPU")
+library.impl("gather_pages", _gather_pages_on_gpu, "CUDA")
+register_fake("gather_pages", _fake_gather_pages)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...gpu.hardware import TRITON_IS_INSTALLED
+from ...operators import library, ops, register_fake
 from . import formula
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define(
+library.define(
     "combine(Tensor out_partial, Tensor lse_partial, ScalarType dtype) -> (Tensor, Tensor)"
 )
 
@@ -26,7 +26,7 @@ def merge_parts(
     )
     by_op = out_partial.is_cuda and lse_partial.dtype == torch.float32 and not has_gradient
     by_op = by_op and torch.float64 not in (out_partial.dtype, dtype)
-    combine = torch.ops.flashtile.combine if by_op else formula.merge_parts
+    combine = ops.combine if by_op else formula.merge_parts
     merged: tuple[Tensor, Tensor] = combine(out_partial, lse_partial, dtype)
     return merged
 
@@ -47,7 +47,7 @@ def _fake_combine(
     return out, lse_partial.new_empty(lse_partial.shape[1:])
 
 
-_library.impl("combine", formula.merge_parts, "CompositeExplicitAutograd")
+library.impl("combine", formula.merge_parts, "CompositeExplicitAutograd")
 if TRITON_IS_INSTALLED:
-    _library.impl("combine", merge_parts_on_gpu, "CUDA")
-torch.library.register_fake("flashtile::combine", _fake_combine, lib=_library)
+    library.impl("combine", merge_parts_on_gpu, "CUDA")
+register_fake("combine", _fake_combine)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...operators import library, ops, register_fake
+
 
 def rotation(head_dim: int, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
     """Random signs times a Hadamard matrix: an orthogonal matrix to multiply rows by.
@@ -27,7 +29,7 @@ def rotation(head_dim: int, seed: int = 0, device: torch.device | str | None = N
         (head_dim, head_dim) float32. All nonzero entries have the same magnitude.
     """
     if torch.compiler.is_compiling():  # whose graphs make no generators
-        matrix: Tensor = torch.ops.flashtile.rotation(head_dim, seed, device or torch.device("cpu"))
+        matrix: Tensor = ops.rotation(head_dim, seed, device or torch.device("cpu"))
         return matrix
     return _rotation(head_dim, seed, device)
 
@@ -54,7 +56,6 @@ def _fake_rotation(head_dim: int, seed: int, device: torch.device) -> Tensor:
     return torch.empty(head_dim, head_dim, device=device)
 
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
-_library.define("rotation(SymInt head_dim, int seed, Device device) -> Tensor")
-_library.impl("rotation", _rotation, "CompositeExplicitAutograd")
-torch.library.register_fake("flashtile::rotation", _fake_rotation, lib=_library)
+library.define("rotation(SymInt head_dim, int seed, Device device) -> Tensor")
+library.impl("rotation", _rotation, "CompositeExplicitAutograd")
+register_fake("rotation", _fake_rotation)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ...gpu.hardware import OLDEST_CAPABILITY, TRITON_IS_INSTALLED, capability
+from ...operators import library, ops, register_fake
 from . import formula
 from .formula import Angles
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_library = torch.library.Library("flashtile", "FRAGMENT")
 # `out` may be `x`. `offset` applies if `offsets` is None.
-_library.define(
+library.define(
     "rotate_tokens(Tensor x, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? offsets, "
     "SymInt offset, Tensor? cu_seqlens, bool interleaved, bool backward) -> ()"
 )
@@ -97,7 +97,7 @@ def _rotate_tokens(
 ) -> None:
     cos, sin, offsets, cu_seqlens = angles
     given = (offsets, 0) if isinstance(offsets, Tensor) else (None, offsets)
-    torch.ops.flashtile.rotate_tokens(x, out, cos, sin, *given, cu_seqlens, interleaved, backward)
+    ops.rotate_tokens(x, out, cos, sin, *given, cu_seqlens, interleaved, backward)
 
 
 def _rotate_tokens_on_gpu(x: Tensor, out: Tensor, *args: Any) -> None:
@@ -110,5 +110,5 @@ def _fake_rotate_tokens(*args: Any) -> None:
     return None
 
 
-_library.impl("rotate_tokens", _rotate_tokens_on_gpu, "CUDA")
-torch.library.register_fake("flashtile::rotate_tokens", _fake_rotate_tokens, lib=_library)
+library.impl("rotate_tokens", _rotate_tokens_on_gpu, "CUDA")
+register_fake("rotate_tokens", _fake_rotate_tokens)

@@ -1,0 +1,34 @@
+"""The namespace of flashtile's operators, ``torch.ops.flashtile``.
+
+One process may load several copies of the package under other names, for example two versions by
+Hugging Face's ``kernels``. The first copy has this namespace, the next ones have ``flashtile_2``,
+``flashtile_3`` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch.library import Library
+
+
+def _new_library() -> Library:
+    for copy in count(1):
+        try:
+            return Library("flashtile" if copy == 1 else f"flashtile_{copy}", "DEF")
+        except RuntimeError as error:
+            if "Only a single TORCH_LIBRARY" not in str(error):
+                raise
+    raise AssertionError
+
+
+library = _new_library()
+ops = getattr(torch.ops, library.ns)
+
+
+def register_fake(name: str, function: Callable[..., Any]) -> None:
+    """Register what operator `name` returns for tensors without data."""
+    torch.library.register_fake(f"{library.ns}::{name}", function, lib=library)
