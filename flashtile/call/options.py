@@ -168,6 +168,8 @@ def options_of(kind: Any) -> dict[str, Option]:
 
 OPTIONS = options_of(AttentionOptions) | options_of(VarlenOptions) | options_of(CacheOptions)
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.kind == "number"}
+# Numbers that say how a score is made, or which ones count, in every function.
+SCORE_NUMBERS = NUMBERS.keys() & (FlashOptions.__optional_keys__ | ScoreOptions.__optional_keys__)
 TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "tensor")
 
 

@@ -21,12 +21,13 @@ from ..ops.merge.op import merge_parts
 from ..problem import Operands, Options
 from . import cached, checks
 from .layouts import Cached
+from .options import SCORE_NUMBERS
 from .prepare import Prepared, prepare
 
 # Options that do not depend on the positions of keys, or only as said above; others are refused.
-_ALLOWED = {
-    "causal", "window_size", "softmax_scale", "softcap", "alibi_slopes", "attention_chunk", "sink",
-    "qv", "k_descale", "v_descale", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata",
+_ALLOWED = SCORE_NUMBERS | {
+    "causal", "window_size", "alibi_slopes", "sink", "qv", "k_descale", "v_descale", "num_splits",
+    "pack_gqa", "sm_margin", "scheduler_metadata",
 }  # fmt: skip
 # The prefix has its own way of these; a sink counts once.
 _LEFT_TO_THE_REST = ("causal", "window_size", "alibi_slopes", "sink")

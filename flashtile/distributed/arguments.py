@@ -30,29 +30,8 @@ from ..score_mod import Described, described
 from .layout import Layout
 from .partition import ShardMap, TileMap
 
-HINTS = ("num_splits", "pack_gqa", "sm_margin")  # they change no result
-OPTIONS = (
-    "qv",
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "attention_chunk",
-    "softcap",
-    "alibi_slopes",
-    "bias",
-    "relative_bias",
-    "score_mod",
-    "attn_mask",
-    "key_padding_mask",
-    "block_mask",
-    "mask",
-    "sink",
-    "seqused_q",
-    "seqused_k",
-    "dropout_p",
-    "deterministic",
-    *HINTS,
-)
+# Those of `attention`, except the scales of float8 inputs, which no rank takes.
+OPTIONS = [name for name in AttentionOptions.__annotations__ if not name.endswith("_descale")]
 # Options that are added to the scores.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
 USED = ("seqused_q", "seqused_k")

@@ -234,9 +234,8 @@ class ContextParallel(Decoder):
                 reads them.
             score_mod: a function of whole documents, whose indices count as in one process; every
                 rank has all that it captures.
-            options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
-                `alibi_slopes`, `relative_bias`, `sink`, `dropout_p` and `deterministic`, as in
-                `attention`. With dropout the generators of all ranks must be in the same state.
+            options: all others of `attention`, except the scales of float8 inputs. With dropout
+                the generators of all ranks must be in the same state.
 
         Returns:
             out, shaped as q with value_head_dim, and on request lse (batch, heads, local_tokens) or

@@ -21,6 +21,7 @@ from ..call import checks, dispatch, memo
 from ..call.dispatch import BackendName
 from ..call.keywords import unexpected_keywords
 from ..call.layouts import Cached
+from ..call.options import SCORE_NUMBERS
 from ..call.prepare import describe
 from ..lru import Memo
 from ..masks import Chunk, Span, Window
@@ -36,15 +37,7 @@ from .layout import Layout
 KV = tuple[Tensor, Tensor]
 Rules = tuple[Window | Chunk, ...]
 
-OPTIONS = (
-    "softmax_scale",
-    "causal",
-    "window_size",
-    "attention_chunk",
-    "softcap",
-    "alibi_slopes",
-    "sink",
-)
+OPTIONS = SCORE_NUMBERS | {"causal", "window_size", "alibi_slopes", "sink"}
 
 
 class Decoder:
@@ -83,8 +76,8 @@ class Decoder:
                 int32, which the host reads, but not while a CUDA graph captures the call. An int
                 takes less time.
             block: neighbouring tokens that lie on one rank.
-            options: `softmax_scale`, `causal`, `window_size`, `attention_chunk`, `softcap`,
-                `alibi_slopes` (on CPUs) and `sink`, as in `attention_with_kvcache`.
+            options: `causal`, `window_size`, `alibi_slopes` (on CPUs), `sink`, and those that
+                are one number of the scores, such as `softcap`, as in `attention_with_kvcache`.
 
         Returns:
             out, shaped as q with value_head_dim, and on request lse (batch, heads, seq_q).

@@ -14,7 +14,7 @@ import flashtile
 from flashtile import BlockMask
 from flashtile.call import dispatch
 from flashtile.distributed import ContextParallel, Mask, executor
-from flashtile.distributed.arguments import HINTS, OPTIONS
+from flashtile.distributed.arguments import OPTIONS
 from flashtile.distributed.partition import TileMap
 from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, normal
@@ -41,7 +41,7 @@ WAYS = {  # ranks, and how they exchange keys
     "ulysses": (3, {"ulysses": 3, "stages": 1}),
     "2d": (4, {"ulysses": 2, "stages": 2}),
 }
-SCALARS = ("softmax_scale", "deterministic", *HINTS)
+SCALARS = ("softmax_scale", "deterministic", "num_splits", "pack_gqa", "sm_margin")
 TAKEN = [name for name in OPTIONS if name not in SCALARS]
 
 

@@ -88,7 +88,7 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
         O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
         m, l = tiles.first_statistics(tp, m1 - m0)
         unit = O.new_ones(1, 1, 1, 1)
-        q_factor = rows_of(scale.q, 2, m0, m1) * tp.score.scale
+        q_factor = rows_of(scale.q, 2, m0, m1) * tp.score.options.softmax_scale
         for run in blocks(tp, m0, m1):
             K, V = tiles.keys_and_values(tp, m0, m1, run)
             factor = q_factor * rows_of(scale.k, 3, run.start, run.stop)

@@ -316,8 +316,7 @@ def _tile_problem(
         V=_scaled(segment.keys(operands.v), operands.v_descale, segment, dtype, False),
         mask=segment.mask,
         score=tiles.ScoreRule(
-            scale=options.softmax_scale,
-            softcap=options.softcap,
+            options=options,
             alibi_slopes=slopes,
             bias=None if bias is None else segment.per_score(bias),
             relative_bias=None if table is None else table[heads].to(dtype),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ... import dropout
-from ...problem import LARGE_LSE
+from ...problem import LARGE_LSE, Options
 from .distances import DistanceGradients, adjacent_columns
 from .distances import bias_tile as relative_tile
 from .score_function import TileFunction
@@ -36,8 +36,7 @@ LOG2_E = math.log2(math.e)
 class ScoreRule(NamedTuple):
     """The rule that turns q.k into a score: scale, softcap, score function, ALiBi, biases."""
 
-    scale: float
-    softcap: float  # 0: off
+    options: Options  # its numbers, such as `softmax_scale` and `softcap`
     alibi_slopes: Tensor | None  # (batch or 1, heads, 1, 1)
     bias: Tensor | None  # (batch or 1, heads or 1, M or 1, N or 1)
     relative_bias: Tensor | None = None  # (heads, 2 R + 1)
@@ -104,7 +103,7 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
     O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
     L_all = tp.Q.new_empty(batch, heads, M)
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
-        Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
         O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
         m, l = first_statistics(tp, m1 - m0)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
@@ -149,7 +148,7 @@ def backward(
     dQ, dK, dV = torch.zeros_like(tp.Q), torch.zeros_like(tp.K), torch.zeros_like(tp.V)
     L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
-        Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
         dO_tile = fold(dO[:, :, m0:m1], tp.K)
         L_tile, delta_tile = L[:, :, m0:m1, None], delta[:, :, m0:m1, None]
         log_sums = None if is_partial else lost_log_sums(tp, Q, L_tile, m0, m1)
@@ -179,7 +178,7 @@ def backward(
             dS_rows = fold(dS, tp.K)
             dQ_tile += dS_rows @ K
             dK[:, :, keys] += dS_rows.mT @ Q  # Q carries the scale
-        dQ[:, :, m0:m1] = unfold(dQ_tile, tp.Q).mul_(tp.score.scale)
+        dQ[:, :, m0:m1] = unfold(dQ_tile, tp.Q).mul_(tp.score.options.softmax_scale)
     return TileGradients(dQ, dK, dV)
 
 
@@ -187,7 +186,7 @@ def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
     """Write P = exp(S - L) into `out` (batch, heads, M, N), negative where dropout drops it."""
     L = L.masked_fill(L == -INFINITY, INFINITY)
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
-        Q = fold(tp.Q[:, :, m0:m1] * tp.score.scale, tp.K)
+        Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
         L_tile = L[:, :, m0:m1, None]
         log_sums = lost_log_sums(tp, Q, L_tile, m0, m1)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
@@ -224,10 +223,11 @@ def scores(
     """
     S = unfold(QK, tp.Q)
     rule, slope, capped = tp.score, None, None
-    if rule.softcap > 0:
-        S.div_(rule.softcap).tanh_()
+    softcap = rule.options.softcap
+    if softcap > 0:
+        S.div_(softcap).tanh_()
         slope = 1.0 - S * S if want_slope else None
-        S.mul_(rule.softcap)
+        S.mul_(softcap)
     if rule.function is not None:
         capped = S if want_slope else None
         S = rule.function.scores(S, (m0, m1), run)
