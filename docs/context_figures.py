@@ -24,7 +24,7 @@ DOCUMENTS = (128, 20, 36, 12, 44, 16)  # TOKENS together
 
 def owners(**layout: Any) -> ShardMap:
     """Who owns which tokens in a layout."""
-    made = run_ranks(RANKS, lambda wire: ContextParallel.over(wire).layout(grain=4, **layout))
+    made = run_ranks(RANKS, lambda comm: ContextParallel.over(comm).layout(grain=4, **layout))
     return made[0].queries
 
 

@@ -322,8 +322,8 @@ DISTRIBUTED = [
     Planted(
         "one of the gradients of a shared key head replaces the others",
         "Exchange.collect",
-        "result[:, share] += arriving.get(peer, parts[wire.rank])",
-        "result[:, share] = arriving.get(peer, parts[wire.rank])",
+        "result[:, share] += arriving.get(peer, parts[comm.rank])",
+        "result[:, share] = arriving.get(peer, parts[comm.rank])",
         "tests/distributed/test_gradient_dtype.py -k test_gradients_of_a_shared_key_head",
     ),
     Planted(

@@ -58,8 +58,8 @@ def outcome(family: str) -> str:
     except Exception as error:  # models fail in many ways; the table names each
         return f"not built: {type(error).__name__}"
 
-    def one_rank(wire: Any) -> Tensor:
-        layout = ContextParallel.over(wire).layout(seq_len=TOKENS, way="contiguous", grain=4)
+    def one_rank(comm: Any) -> Tensor:
+        layout = ContextParallel.over(comm).layout(seq_len=TOKENS, way="contiguous", grain=4)
         mine = copy.deepcopy(model)
         with layout, torch.no_grad():
             return layout.unshard(mine(**layout.batch(input_ids=ids)).logits, 1)

@@ -27,7 +27,7 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
     case = Case(seed).rounded(dtype)
     ways = {"ulysses": case.ulysses, "stages": case.stages}
     results = run_ranks(
-        case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype, "cuda")
+        case.ranks, lambda comm: case.on_rank(ContextParallel.over(comm, **ways), dtype, "cuda")
     )
     compare_rounded(case, results, dtype)
 
@@ -38,7 +38,7 @@ def test_ranks_decode_what_one_process_does(seed: int, has_int: bool) -> None:
     case = CacheCase(seed, ranks=1 + seed % 4, dtype=torch.bfloat16, has_int=has_int)
     case.options.pop("alibi_slopes", None)  # only on CPUs
     results = run_ranks(
-        case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire), device="cuda")
+        case.ranks, lambda comm: case.on_rank(ContextParallel.over(comm), device="cuda")
     )
     compare_caches(case, results)
 
@@ -48,14 +48,14 @@ def test_ranks_decode_what_one_process_does(seed: int, has_int: bool) -> None:
 def test_a_repeated_step_of_decoding_has_the_bits_of_a_first_one(
     options: dict[str, Any], has_int: bool
 ) -> None:
-    run_ranks(3, lambda wire: compare_repeated_steps(wire, options, has_int, "cuda"))
+    run_ranks(3, lambda comm: compare_repeated_steps(comm, options, has_int, "cuda"))
 
 
 def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:
     """Neither forward nor backward, with options that need tensors of the layout."""
 
-    def one_rank(wire):
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm):
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout([0, 1000, 1500], masks=())
         q, k, v = (
             torch.randn(layout.local_tokens, 4, 64, device="cuda", dtype=torch.bfloat16)
@@ -77,7 +77,7 @@ def test_a_call_like_an_earlier_one_does_not_wait_for_the_gpu() -> None:
 
 
 def test_a_step_of_decoding_in_a_graph() -> None:
-    run_ranks(1, lambda wire: captured_steps(ContextParallel.over(wire), 1))
+    run_ranks(1, lambda comm: captured_steps(ContextParallel.over(comm), 1))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

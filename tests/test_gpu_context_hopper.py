@@ -54,8 +54,8 @@ def test_ranks_compute_what_one_process_does(
     q, k, v = packed_qkv(generator(head_dim), LENGTHS, LENGTHS, D=head_dim, dtype=DTYPE)
     dout = normal(generator(1), *q.shape, dtype=DTYPE)
 
-    def one_rank(wire: Any) -> dict[str, torch.Tensor]:
-        parallel = ContextParallel.over(wire, ulysses=1, stages=stages, head_groups=groups)
+    def one_rank(comm: Any) -> dict[str, torch.Tensor]:
+        parallel = ContextParallel.over(comm, ulysses=1, stages=stages, head_groups=groups)
         layout = parallel.layout(ENDS, way=way)
         leaves = [layout.shard(x).cuda().requires_grad_() for x in (q, k, v)]
         on_gpu = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
@@ -109,8 +109,8 @@ def test_spans_of_whole_documents_have_gradients() -> None:
     starts = torch.arange(len(q), dtype=torch.int32).remainder(40).view(1, 1, -1, 1)
     mask = Spans(starts, starts + 300)
 
-    def one_rank(wire: Any) -> dict[str, torch.Tensor]:
-        layout = ContextParallel.over(wire, ulysses=2).layout(ENDS)
+    def one_rank(comm: Any) -> dict[str, torch.Tensor]:
+        layout = ContextParallel.over(comm, ulysses=2).layout(ENDS)
         leaves = [layout.shard(x).cuda().requires_grad_() for x in (q, k, v)]
         own = Spans(*(layout.shard(x, dim=2).cuda() for x in mask))
         out = layout.attend(*leaves, causal=True, mask=own)

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     head_dim: int
     value_head_dim: int
     element_size: int  # bytes of q, k, v and out
-    gradient_size: int = FLOAT32  # bytes of dK and dV on the wire
+    gradient_size: int = FLOAT32  # bytes of dK and dV as they are sent
     # Wider than the head dim of keys if the scores also read the values.
     query_head_dim: int | None = None
 

@@ -30,7 +30,7 @@ from flashtile.distributed.plan import Plan
 from flashtile.distributed.schedule import schedule, steps_of
 from flashtile.distributed.strategy import Strategy
 from flashtile.problem import AttentionProblem, Operands, Options
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 from ..report import print_table
 from .cases import ContextCase
@@ -117,20 +117,20 @@ def calls_of_ranks(
     packed = [x.flatten(0, -3) for x in (*whole.operands[:3], whole.dout)]
     starts = torch.tensor([0, *owned.lengths]).cumsum(0).tolist()
 
-    def one_rank(wire: ThreadWire) -> tuple[Calls, Tensor, Tensor]:
+    def one_rank(comm: ThreadCommunicator) -> tuple[Calls, Tensor, Tensor]:
         recorded.set(Calls([], [], set()))
         rows = torch.cat(
-            [torch.arange(*piece[1:]) + starts[piece.document] for piece in owned.pieces[wire.rank]]
+            [torch.arange(*piece[1:]) + starts[piece.document] for piece in owned.pieces[comm.rank]]
         ).to(packed[0].device)
         q, k, v, dout = (x[rows] for x in packed)
-        made = schedule(owned, owned, whole.options.facts, wire.rank)
+        made = schedule(owned, owned, whole.options.facts, comm.rank)
         heads = q.shape[1], k.shape[1]
         plan = Plan(
             Strategy(1, 1, head_groups),
             None,
             made,
             steps_of(made, head_groups, heads),
-            wire,
+            comm,
             whole.options,
             backend,
             first_head=0,

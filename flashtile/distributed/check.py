@@ -44,9 +44,9 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
     """
     if options.get("dropout_p", 0.0):
         raise NotImplementedError("dropout_p: check compares calls without dropout")
-    context, wire = layout.context, layout.wire
+    context, comm = layout.context, layout.comm
     keys = Layout(
-        context, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
+        context, comm, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
     )
     leaves = {"q": _Leaf(q, layout), "k": _Leaf(k, keys), "v": _Leaf(v, keys)}
     if options.get("qv") is not None:
@@ -58,7 +58,7 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
     mine = {n: leaf.shard.detach().clone().requires_grad_() for n, leaf in leaves.items()}
     with torch.enable_grad():
         out, lse = context.attention(**{**options, **mine}, layout=layout, return_lse=True)
-        g = torch.Generator().manual_seed(wire.rank)
+        g = torch.Generator().manual_seed(comm.rank)
         dout, dlse = (torch.randn(x.shape, generator=g).to(x) for x in (out, lse))
         gradients = torch.autograd.grad((out, lse), tuple(mine.values()), (dout, dlse))
     last = lse.dim() - 1
@@ -68,19 +68,19 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
     floors: Results = {}
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         if leaf.layout is None:  # the ranks have parts of a sum, each rounded to the leaf's dtype
-            parts = torch.stack(wire.all_gather(gradient)).double()
+            parts = torch.stack(comm.all_gather(gradient)).double()
             floors[f"d{name}"] = parts.abs().sum(0) * torch.finfo(gradient.dtype).eps / 2
             gradient = parts.sum(0)
         got[f"d{name}"] = _whole(leaf._replace(shard=gradient))
     others = _whole_options(layout, q, {n: x for n, x in options.items() if n not in leaves})
     problem, report, reason = "", "", None
-    if wire.rank == 0:
+    if comm.rank == 0:
         try:
             report = _compared(leaves, whole, others, got, floors, cotangents)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem, reason = str(error) or repr(error), error
     record = {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]}
-    found = all_gather_objects(wire, record)[0]
+    found = all_gather_objects(comm, record)[0]
     if found["problem"]:
         raise AssertionError(f"context parallel: {found['problem']}") from reason
     return str(found["report"])

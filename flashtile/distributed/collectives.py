@@ -27,7 +27,7 @@ class Pending(Protocol):
         """Return when what was to be received is there and what was sent may be overwritten."""
 
 
-class Wire(Protocol):
+class Communicator(Protocol):
     """A group of ranks that can send tensors to each other."""
 
     @property
@@ -58,14 +58,14 @@ class Wire(Protocol):
         of a GPU travels as in `exchange`, one of a CPU in any way."""
 
 
-def connect(wire: Wire, device: torch.device) -> None:
+def connect(comm: Communicator, device: torch.device) -> None:
     """Bring all ranks together on a device before the first exchange there.
 
     NCCL connects the ranks of a group in its first operation, in which all of them have to take
     part. The agreement before an exchange is not that operation if the group also has gloo.
     """
     if device.type != "cpu":
-        wire.all_gather(torch.zeros(1, device=device))
+        comm.all_gather(torch.zeros(1, device=device))
 
 
 class _Done:
@@ -86,22 +86,22 @@ class _Works:
     def __init__(
         self,
         works: list[dist.Work],
-        wire: ProcessWire,
+        comm: ProcessCommunicator,
         messages: Callable[[], list[str]],  # text for errors
         tensors: list[Tensor],
     ) -> None:
-        self.works, self.wire, self.messages, self.tensors = works, wire, messages, tensors
+        self.works, self.comm, self.messages, self.tensors = works, comm, messages, tensors
 
     def wait(self) -> None:
         for number, work in enumerate(self.works):
             try:
-                if self.wire.timeout is None:
+                if self.comm.timeout is None:
                     work.wait()
                 else:
-                    work.wait(timedelta(seconds=self.wire.timeout))
+                    work.wait(timedelta(seconds=self.comm.timeout))
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"context parallel: rank {self.wire.rank} failed while it waited for "
+                    f"context parallel: rank {self.comm.rank} failed while it waited for "
                     f"{self._what(number)}: {error}"
                 ) from error
         self.works, self.messages, self.tensors = [], list, []
@@ -131,7 +131,7 @@ def can_be_one_operation(
     )
 
 
-class ProcessWire:
+class ProcessCommunicator:
     """The processes of a group of `torch.distributed`.
 
     Args:
@@ -156,7 +156,7 @@ class ProcessWire:
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
-        """See `Wire`. One operation of NCCL, or one of gloo for each message."""
+        """See `Communicator`. One operation of NCCL, or one of gloo for each message."""
         if (
             self._has_all_to_all
             and any(x.is_cuda for x in (*sends.values(), *receives.values()))
@@ -203,7 +203,7 @@ class ProcessWire:
         return _Works([work], self, messages, given)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """See `Wire`."""
+        """See `Communicator`."""
         here = x
         if x.device.type == "cpu" and "cpu:" not in dist.get_backend_config(self.group):
             # The group connects only GPUs.
@@ -218,13 +218,13 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def exchange(
-    wire: Wire,
+    comm: Communicator,
     sends: Mapping[int, Tensor],
     receives: Mapping[int, Tensor],
     what: str,
     dtype: torch.dtype | None = None,
 ) -> Pending:
-    """`Wire.exchange`, which a rank without messages does not take part in.
+    """`Communicator.exchange`, which a rank without messages does not take part in.
 
     Args:
         dtype: in which all tensors travel, before they arrive in their own; None is their own.
@@ -232,10 +232,10 @@ def exchange(
     if not sends and not receives:
         return DONE
     if dtype is None:
-        return wire.exchange(sends, receives, what)
+        return comm.exchange(sends, receives, what)
     arriving = {peer: torch.empty_like(x, dtype=dtype) for peer, x in receives.items()}
     compressed = {peer: x.to(dtype) for peer, x in sends.items()}
-    return _Compressed(wire.exchange(compressed, arriving, what), arriving, receives)
+    return _Compressed(comm.exchange(compressed, arriving, what), arriving, receives)
 
 
 class _Compressed:
@@ -279,26 +279,26 @@ def global_mean(
     return loss_sum * (dist.get_world_size(averaged) / total.clamp(min=1))
 
 
-class SubWire:
-    """Some ranks of a wire as a wire of their own."""
+class Subgroup:
+    """Some ranks of a communicator, as a communicator of their own."""
 
-    def __init__(self, wire: Wire, members: Sequence[int]) -> None:
-        self.wire, self.members = wire, tuple(members)
-        self.rank, self.ranks = self.members.index(wire.rank), len(self.members)
-        self.global_ranks = [wire.global_ranks[member] for member in self.members]
+    def __init__(self, comm: Communicator, members: Sequence[int]) -> None:
+        self.comm, self.members = comm, tuple(members)
+        self.rank, self.ranks = self.members.index(comm.rank), len(self.members)
+        self.global_ranks = [comm.global_ranks[member] for member in self.members]
 
     def exchange(self, sends: Any, receives: Any, what: str) -> Any:
-        """See `Wire`."""
+        """See `Communicator`."""
         there = self.members
-        return self.wire.exchange(
+        return self.comm.exchange(
             {there[peer]: x for peer, x in sends.items()},
             {there[peer]: x for peer, x in receives.items()},
             what,
         )
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """The `x` of the members. All ranks of the whole wire take part."""
-        everyone = self.wire.all_gather(x)
+        """The `x` of the members. All ranks of the whole communicator take part."""
+        everyone = self.comm.all_gather(x)
         return [everyone[member] for member in self.members]
 
 

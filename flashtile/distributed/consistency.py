@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .collectives import Wire
+from .collectives import Communicator
 
 RECORD_BYTES = 2048
 KINDS = 1024  # of calls that ranks have compared; the cache drops the oldest one
@@ -28,7 +28,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def verify_across_ranks(
-    wire: Wire, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]
+    comm: Communicator, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]
 ) -> Result:
     """What `prepare` makes, once all ranks have made the same.
 
@@ -50,7 +50,7 @@ def verify_across_ranks(
         kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         record = {"kind": kind, "error": text}
-    records = all_gather_objects(wire, record)
+    records = all_gather_objects(comm, record)
     for rank, other in enumerate(records):
         if "error" in other:
             error_type = _ERRORS.get(other["kind"], RuntimeError)
@@ -72,8 +72,8 @@ class VerifiedCalls:
     compares while the others do not. `clear_caches`, which only some ranks may call, leaves them.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire, self._kinds = wire, dict[Any, None]()
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self._kinds = comm, dict[Any, None]()
         self._compares_every_call = dist.get_debug_level() == dist.DebugLevel.DETAIL
 
     def __contains__(self, kind: Any) -> bool:
@@ -81,20 +81,20 @@ class VerifiedCalls:
 
     def verify(self, kind: Any, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) -> Result:
         """`verify_across_ranks`, for the first call of a kind."""
-        result = verify_across_ranks(self.wire, prepare)
+        result = verify_across_ranks(self.comm, prepare)
         self._kinds[kind] = None
         if len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]
         return result
 
 
-def all_gather_objects(wire: Wire, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def all_gather_objects(comm: Communicator, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of all ranks, on all ranks; each fits into `RECORD_BYTES` as JSON."""
     text = json.dumps(record)
     if len(text) > RECORD_BYTES and "error" in record:
         text = json.dumps({**record, "error": record["error"][: RECORD_BYTES // 4]})
     written = torch.frombuffer(bytearray(text.encode().ljust(RECORD_BYTES)), dtype=torch.uint8)
-    return [json.loads(x.numpy().tobytes()) for x in wire.all_gather(written)]
+    return [json.loads(x.numpy().tobytes()) for x in comm.all_gather(written)]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -36,7 +36,7 @@ from .arguments import (
     with_program,
 )
 from .buffers import indices
-from .collectives import ProcessWire, Wire, connect
+from .collectives import Communicator, ProcessCommunicator, connect
 from .consistency import KINDS, VerifiedCalls
 from .decode import Decoder
 from .executor import attend, is_recomputing
@@ -104,12 +104,12 @@ class ContextParallel(Decoder):
         if group is not None and not isinstance(group, dist.ProcessGroup):
             group, ulysses = of_mesh(group, ulysses)
         requested = Requested(ulysses, stages, head_groups, stage_tokens)
-        self._set(ProcessWire(group, timeout), requested, gradient_dtype, machine)
+        self._set(ProcessCommunicator(group, timeout), requested, gradient_dtype, machine)
 
     @classmethod
     def over(
         cls,
-        wire: Wire,
+        wire: Communicator,
         *,
         ulysses: Number = "auto",
         stages: Number = "auto",
@@ -125,18 +125,22 @@ class ContextParallel(Decoder):
         return context
 
     def _set(
-        self, wire: Wire, requested: Requested, gradient_dtype: torch.dtype, machine: Machine | None
+        self,
+        comm: Communicator,
+        requested: Requested,
+        gradient_dtype: torch.dtype,
+        machine: Machine | None,
     ) -> None:
         if gradient_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"gradient_dtype: got {gradient_dtype!r}, want torch.float32 or torch.bfloat16"
             )
         self._gradient_dtype = None if gradient_dtype == torch.float32 else gradient_dtype
-        self.wire, self.requested = wire, requested.checked(wire.ranks)
+        self.comm, self.requested = comm, requested.checked(comm.ranks)
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
-        self._verified, self._steps = VerifiedCalls(wire), Memo(KINDS)
+        self._verified, self._steps = VerifiedCalls(comm), Memo(KINDS)
 
     def layout(
         self,
@@ -183,7 +187,7 @@ class ContextParallel(Decoder):
             checks.length("seq_len", seq_len)
             lengths = (seq_len,)
             keys = (seq_len if seq_len_k is None else checks.length("seq_len_k", seq_len_k),)
-        ranks, layers = self.wire.ranks, [mask.work(is_shared=bool(batch)) for mask in masks]
+        ranks, layers = self.comm.ranks, [mask.work(is_shared=bool(batch)) for mask in masks]
         unit = lcm(*(size for _, tiles, _ in layers if tiles for size in (tiles.BM, tiles.BN)))
         if way == "auto":
             way = "zigzag" if batch else "documents"
@@ -200,7 +204,7 @@ class ContextParallel(Decoder):
         ]
         if batch:
             queries, key_shards = (repeated(x, batch) for x in (queries, key_shards))
-        return Layout(self, self.wire, queries, key_shards, batch, (rows[0], rows[1]))
+        return Layout(self, self.comm, queries, key_shards, batch, (rows[0], rows[1]))
 
     def attention(
         self,
@@ -325,7 +329,7 @@ class ContextParallel(Decoder):
         ``parallel.machine = parallel.measure("cuda")`` then selects by what was measured.
         """
         device = torch.device(device)
-        return measured(self.wire, self.machine or machine_of(device), device)
+        return measured(self.comm, self.machine or machine_of(device), device)
 
     def run(
         self,
@@ -357,7 +361,7 @@ class ContextParallel(Decoder):
             call, plan = layout.verified.verify(
                 kind, lambda: self._runnable(qkv, layout, backend, options, return_lse, kind)
             )
-            connect(self.wire, qkv[0].device)
+            connect(self.comm, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
         operands = call.operands if plan.memo is None else None
         return self._run(plan, operands, qkv, layout, rng_state, known)
@@ -495,7 +499,7 @@ class ContextParallel(Decoder):
         if precomputed is not None:
             precomputed = used.of_used(*layout.results_without_padding(*precomputed))
         out, lse = attend(plan, operands, precomputed)
-        out, lse = used.with_unused(out, lse, layout.queries.tokens(self.wire.rank))
+        out, lse = used.with_unused(out, lse, layout.queries.tokens(self.comm.rank))
         return layout.with_padding(out, lse)
 
     def _rng_state(self, device: torch.device) -> Tensor:

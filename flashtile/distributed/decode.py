@@ -30,7 +30,7 @@ from ..ops.append import op as append_op
 from ..ops.merge import op as merge_op
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .arguments import Qkv, call_kind, shapes
-from .collectives import Wire, connect
+from .collectives import Communicator, connect
 from .consistency import VerifiedCalls, verify_across_ranks
 from .layout import Layout
 
@@ -43,7 +43,7 @@ OPTIONS = SCORE_NUMBERS | {"causal", "window_size", "alibi_slopes", "sink"}
 class Decoder:
     """The part of `ContextParallel` that decodes."""
 
-    wire: Wire
+    comm: Communicator
     _verified: VerifiedCalls  # the kinds of decoding
     _steps: Memo[Any, tuple[Any, Step]]  # what they are and how they run, by `step_key`
 
@@ -101,7 +101,7 @@ class Decoder:
                 check_lengths(step.dealt, call)
             else:
                 prepare = partial(
-                    _prepared, self.wire, tensors, new, cache_seqlens, block, backend, options
+                    _prepared, self.comm, tensors, new, cache_seqlens, block, backend, options
                 )
                 if is_verified:
                     (step, call), _ = prepare()
@@ -109,7 +109,7 @@ class Decoder:
                     step, call = self._verified.verify(kind, prepare)
                 if key is not None:
                     self._steps[key] = kind, step
-            out, lse = step.run(self.wire, call)
+            out, lse = step.run(self.comm, call)
             # (batch, heads, seq_q), in memory of its own
             lse = lse.transpose(1, 2).contiguous() if return_lse else lse
         return (out, lse) if return_lse else out
@@ -138,11 +138,11 @@ class Decoder:
             ValueError: an argument does not fit, or the ranks disagree; every rank raises it.
         """
         with torch.no_grad():
-            return _deal(self.wire, layout, (k, v), block, capacity)
+            return _deal(self.comm, layout, (k, v), block, capacity)
 
 
 def _prepared(
-    wire: Wire,
+    comm: Communicator,
     qkv: tuple[Tensor, Tensor, Tensor],
     new: tuple[Tensor | None, Tensor | None],
     cache_seqlens: int | Tensor,
@@ -161,7 +161,7 @@ def _prepared(
         raise unexpected_keywords(unknown, Decoder.decode)
     q, k_cache, v_cache = qkv
     k, v = new
-    dealt = _dealt(wire, block)
+    dealt = _dealt(comm, block)
     if backend is not None:
         dispatch.check_name(backend)
     checks.tensor("q", q, dims="batch, seq_q, heads, head_dim")
@@ -203,31 +203,31 @@ def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
     return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
 
 
-def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
+def _deal(comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
     """See `Decoder.deal`."""
     dealt, packed = verify_across_ranks(
-        wire, lambda: _prepared_deal(wire, layout, kv, block, capacity)
+        comm, lambda: _prepared_deal(comm, layout, kv, block, capacity)
     )
-    connect(wire, packed[0].device)
+    connect(comm, packed[0].device)
     rows = dealt.most_rows(max(layout.keys.lengths, default=0))
     rows = rows if capacity is None else capacity
-    tokens = [_tokens(layout, rank, packed[0].device) for rank in range(wire.ranks)]
-    document, position = tokens[wire.rank]
+    tokens = [_tokens(layout, rank, packed[0].device) for rank in range(comm.ranks)]
+    document, position = tokens[comm.rank]
     sends, parts = {}, {}
-    for rank in range(wire.ranks):
+    for rank in range(comm.ranks):
         to = (dealt.owner(position) == rank).nonzero().flatten()
         part = torch.cat([x.index_select(0, to).flatten() for x in packed])
-        if rank == wire.rank:
+        if rank == comm.rank:
             parts[rank] = part
             continue
         sends[rank] = part
-        count = int((dealt.owner(tokens[rank][1]) == wire.rank).sum())
+        count = int((dealt.owner(tokens[rank][1]) == comm.rank).sum())
         parts[rank] = part.new_empty(count * sum(x.shape[1:].numel() for x in packed))
-    wire.exchange(sends, {rank: parts[rank] for rank in sends}, "keys and values").wait()
+    comm.exchange(sends, {rank: parts[rank] for rank in sends}, "keys and values").wait()
     caches = [x.new_zeros(len(layout.keys.lengths), rows, *x.shape[1:]) for x in packed]
     for rank, part in parts.items():
         document, position = tokens[rank]
-        mine = dealt.owner(position) == wire.rank
+        mine = dealt.owner(position) == comm.rank
         where = document[mine], dealt.row(position[mine])
         sizes = [int(mine.sum()) * x.shape[1:].numel() for x in packed]
         for cache, x in zip(caches, part.split(sizes), strict=True):
@@ -236,9 +236,9 @@ def _deal(wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None) 
 
 
 def _prepared_deal(
-    wire: Wire, layout: Layout, kv: KV, block: int, capacity: int | None
+    comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int | None
 ) -> tuple[tuple[Dealt, list[Tensor]], dict[str, Any]]:
-    dealt = _dealt(wire, block)
+    dealt = _dealt(comm, block)
     packed = [
         layout.without_padding(name, x.detach(), layout.keys, layout.local_keys)
         for name, x in zip(("k", "v"), kv, strict=True)
@@ -322,10 +322,10 @@ class Dealt(NamedTuple):
                 yield span
 
 
-def _dealt(wire: Wire, block: int) -> Dealt:
+def _dealt(comm: Communicator, block: int) -> Dealt:
     if checks.length("block", block) == 0:
         raise ValueError("block: got 0, want at least 1")
-    return Dealt(block, wire.ranks, wire.rank)
+    return Dealt(block, comm.ranks, comm.rank)
 
 
 class Decoding(NamedTuple):
@@ -480,7 +480,7 @@ class Step(NamedTuple):
         merge = merge_op.merge_parts_on_gpu
         return cls(dealt, rules, append_op.append_on_gpu, attend_on_gpu, merge)
 
-    def run(self, wire: Wire, call: Decoding) -> tuple[Tensor, Tensor]:
+    def run(self, comm: Communicator, call: Decoding) -> tuple[Tensor, Tensor]:
         """Append the new tokens and attend: out (batch, seq_q, heads, value_head_dim) in q's dtype
         and lse (batch, seq_q, heads)."""
         if isinstance(call.before, int) and (not self.rules or call.q.shape[1] == 1):
@@ -489,7 +489,7 @@ class Step(NamedTuple):
             operands = self._appended(call, call.before)
         with autocast_off(call.q):
             out, lse = self.attend(operands)[:2]
-        return self.merge(*exchanged(wire, out, lse), call.q.dtype)
+        return self.merge(*exchanged(comm, out, lse), call.q.dtype)
 
     def _appended_by_host(self, call: Decoding, before: int) -> Operands:
         """Append the new tokens that this rank owns. The operands after that."""
@@ -559,7 +559,7 @@ class Step(NamedTuple):
         self.append(*caches, k, v, own, *nothing, sequences, *nothing)
 
 
-def exchanged(wire: Wire, out: Tensor, lse: Tensor) -> KV:
+def exchanged(comm: Communicator, out: Tensor, lse: Tensor) -> KV:
     """The partial results of all ranks, in their order.
 
     Args:
@@ -571,13 +571,13 @@ def exchanged(wire: Wire, out: Tensor, lse: Tensor) -> KV:
     """
     # One message holds the outputs and their statistics.
     batch, queries, heads, dim = out.shape
-    size, ranks = out.numel(), wire.ranks
+    size, ranks = out.numel(), comm.ranks
     length = size + lse.numel()
     every = out.new_empty(ranks, length)
     parts = every.unbind()
-    torch.cat((out.reshape(-1), lse.reshape(-1)), out=parts[wire.rank])
-    others = {rank: part for rank, part in enumerate(parts) if rank != wire.rank}
-    wire.exchange(dict.fromkeys(others, parts[wire.rank]), others, "partial results").wait()
+    torch.cat((out.reshape(-1), lse.reshape(-1)), out=parts[comm.rank])
+    others = {rank: part for rank, part in enumerate(parts) if rank != comm.rank}
+    comm.exchange(dict.fromkeys(others, parts[comm.rank]), others, "partial results").wait()
     strides = length, queries * heads * dim, heads * dim, dim, 1
     outs = every.as_strided((ranks, batch, queries, heads, dim), strides)
     strides_of_lse = length, heads * queries, 1, queries

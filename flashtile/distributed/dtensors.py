@@ -52,7 +52,7 @@ def attend(
     for dim, placement in enumerate(q.placements):
         _check(placement, q.device_mesh.size(dim), q, k, batch, options)
     found = _ranks_of_tokens(q.device_mesh, q.placements, batch)
-    want = tuple(layout.wire.global_ranks)
+    want = tuple(layout.comm.global_ranks)
     if found != want:
         raise ValueError(f"q: got tokens sharded over the ranks {found}, want {want}")
     out, lse = run((q.to_local(), k.to_local(), v.to_local()))

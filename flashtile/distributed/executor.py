@@ -44,7 +44,7 @@ from .buffers import (
     stream_of,
     tiles_of_buffer,
 )
-from .collectives import DONE, Wire, exchange
+from .collectives import DONE, Communicator, exchange
 from .plan import Plan
 from .schedule import Stage, Step
 
@@ -255,7 +255,7 @@ def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Ten
     ahead: _Fetch | None = None
     words = PackedKV.of(k, v)
     for step in steps:
-        fetch = _Fetch(plan.wire, step, words.of_heads(step.key_heads))
+        fetch = _Fetch(plan.comm, step, words.of_heads(step.key_heads))
         if ahead is not None:
             yield ahead.step, *ahead.wait()
         ahead = fetch
@@ -266,14 +266,14 @@ def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Ten
 class _Fetch:
     """The keys and values of a step on their way to the ranks that need them."""
 
-    def __init__(self, wire: Wire, step: Step, own: PackedKV) -> None:
+    def __init__(self, comm: Communicator, step: Step, own: PackedKV) -> None:
         self.step, self.own, stage = step, own, step.stage
         sends = {message.peer: own.message(message.spans) for message in stage.sends}
         received = {message.peer: own.empty(message.rows) for message in stage.receives}
         self.sources = [own.rows]
         for message in stage.receives:
             self.sources.append(own.split(received[message.peer], message.rows))
-        self.pending = exchange(wire, sends, received, "keys and values")
+        self.pending = exchange(comm, sends, received, "keys and values")
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the order of the buffer."""
@@ -443,7 +443,7 @@ class KeyGradients:
             for message in stage.sends
         }
         what = "gradients of keys and values"
-        self.pending = exchange(plan.wire, sends, received, what, plan.gradient_dtype)
+        self.pending = exchange(plan.comm, sends, received, what, plan.gradient_dtype)
 
     def add_to(self, dk: Tensor, dv: Tensor) -> None:
         """Add what was computed here and what arrived to the gradients of the rank's own keys. The

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import current_layout
 from ..lru import Memo
 from .buffers import stream_of
-from .collectives import Wire
+from .collectives import Communicator
 from .consistency import KINDS, VerifiedCalls
 from .partition import ShardMap
 
@@ -48,13 +48,13 @@ class Layout:
     def __init__(
         self,
         context: Any,
-        wire: Wire,
+        wire: Communicator,
         queries: ShardMap,
         keys: ShardMap,
         sequences: int,
         local_tokens: tuple[int, int],
     ) -> None:
-        self.context, self.wire, self.sequences = context, wire, sequences
+        self.context, self.comm, self.sequences = context, wire, sequences
         self.queries, self.keys = queries, keys
         self.local_tokens, self.local_keys = local_tokens
         self.rank = wire.rank
@@ -299,12 +299,12 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, dim: int) -> Tensor:
         ctx.layout, ctx.dim = layout, dim
-        wire = layout.wire
+        comm = layout.comm
         shard = x.contiguous()
-        others = [rank for rank in range(wire.ranks) if rank != wire.rank]
+        others = [rank for rank in range(comm.ranks) if rank != comm.rank]
         parts = {rank: torch.empty_like(shard) for rank in others}
-        wire.exchange(dict.fromkeys(others, shard), parts, "shards").wait()
-        parts[wire.rank] = shard
+        comm.exchange(dict.fromkeys(others, shard), parts, "shards").wait()
+        parts[comm.rank] = shard
         whole = x.new_empty([*x.shape[:dim], layout._whole(), *x.shape[dim + 1 :]])
         for rank, part in parts.items():
             rows = layout._rows_on(rank, x.device)

@@ -13,7 +13,7 @@ import torch
 from ..lru import Memo
 from ..problem import Operands, Options
 from .arguments import PackedCall, UsedTokens
-from .collectives import SubWire, Wire
+from .collectives import Communicator, Subgroup
 from .layout import Layout
 from .partition import first_documents
 from .schedule import Schedule, Step, schedule, steps_of
@@ -28,11 +28,11 @@ class Plan(NamedTuple):
     ulysses: Ulysses | None  # the neighbours of this rank
     schedule: Schedule  # of this rank and its neighbours
     steps: list[Step]
-    wire: Wire  # of the ranks that exchange keys
+    comm: Communicator  # of the ranks that exchange keys
     options: Options  # of the whole call; the lengths are replaced
     backend: str | None  # forced by the caller
     first_head: int  # the number of the first query head here in the whole call
-    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
+    gradient_dtype: torch.dtype | None  # of dK and dV as they are sent; None is that of their sums
     used: UsedTokens
     wants_lse: bool = True  # otherwise nobody sees lse, and it has no gradient
     has_packed_bias: bool = False  # its rows are those of q: see `buffers`
@@ -62,25 +62,25 @@ def plan_of(
     """The plan of a call in its layout.
 
     Args:
-        gradient_dtype: of dK and dV on the wire; None is that of their sums.
+        gradient_dtype: of dK and dV as they are sent; None is that of their sums.
         more: further fields of the plan.
     """
-    wire, size = layout.wire, strategy.ulysses
-    outer, inner = divmod(wire.rank, size)
-    groups = [range(first, first + size) for first in range(0, wire.ranks, size)]
+    comm, size = layout.comm, strategy.ulysses
+    outer, inner = divmod(comm.rank, size)
+    groups = [range(first, first + size) for first in range(0, comm.ranks, size)]
     queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
     made = schedule(queries, keys, call.options.facts, outer, strategy.stages, call.tiles)
     shares = share_heads(*call.heads, size)
     ulysses = None
     if size > 1:
         ulysses = _ulysses(call, layout, groups[outer], shares, gradient_dtype)
-        wire = SubWire(wire, [group[inner] for group in groups])
+        comm = Subgroup(comm, [group[inner] for group in groups])
     return Plan(
         strategy,
         ulysses,
         made,
         steps_of(made, strategy.head_groups, shares[inner].counts),
-        wire,
+        comm,
         call.options,
         first_head=shares[inner].queries.start,
         gradient_dtype=gradient_dtype,
@@ -98,17 +98,17 @@ def _ulysses(
     gradient_dtype: torch.dtype | None,
 ) -> Ulysses:
     """How this rank and its neighbours exchange tokens for heads."""
-    wire = SubWire(layout.wire, members)
+    comm = Subgroup(layout.comm, members)
     bias, rows = call.operands.bias, None
     if bias is not None and call.bias_has_rows:
         shards = call.used.queries
         if layout.sequences:  # where the bias has no batch, the rows of one stand for all
             shards = first_documents(layout.queries, bias.shape[0])
-        rows = Exchange.of(wire, shards, members)
+        rows = Exchange.of(comm, shards, members)
     return Ulysses(
         tuple(shares),
-        Exchange.of(wire, call.used.queries, members),
-        Exchange.of(wire, call.used.keys, members),
+        Exchange.of(comm, call.used.queries, members),
+        Exchange.of(comm, call.used.keys, members),
         rows,
         call.heads,
         gradient_dtype,

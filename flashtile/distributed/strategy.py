@@ -23,7 +23,7 @@ import torch
 
 from ..lru import memoised
 from ..masks import Visibility
-from .collectives import Wire, connect
+from .collectives import Communicator, connect
 from .partition import Facts, ShardMap, TileMap, area
 from .schedule import distances, keys_received
 from .ulysses import merged, share_heads
@@ -84,7 +84,7 @@ class Workload(NamedTuple):
     machine: Machine
     heads: tuple[int, int]  # of queries and of keys
     head_dims: tuple[int, int, int]  # of queries, keys and values
-    sizes: tuple[int, int]  # bytes of q, k, v and out, and of dK and dV on the wire
+    sizes: tuple[int, int]  # bytes of q, k, v and out, and of dK and dV as they are sent
     queries: ShardMap
     keys: ShardMap
     facts: Facts
@@ -366,46 +366,46 @@ def machine_of(device: torch.device) -> Machine:
     return next((machine for part, machine in MACHINES.items() if part in name), MACHINES["H100"])
 
 
-def measured(wire: Wire, machine: Machine, device: torch.device) -> Machine:
+def measured(comm: Communicator, machine: Machine, device: torch.device) -> Machine:
     """`machine` with the links that this group has. All ranks call it, and get the same.
 
     Inside a node every rank sends to the next one of its node. Between nodes, ranks with the same
     index in their nodes send to each other, all at the same time. A link that the group does not
     have stays as it is.
     """
-    connect(wire, device)
-    sizes = min(machine.node, wire.ranks)
-    first = wire.rank // sizes * sizes
-    here = min(sizes, wire.ranks - first)
-    index = wire.rank - first
+    connect(comm, device)
+    sizes = min(machine.node, comm.ranks)
+    first = comm.rank // sizes * sizes
+    here = min(sizes, comm.ranks - first)
+    index = comm.rank - first
     inside = machine.inside
     if sizes > 1:
         peers = first + (index + 1) % here, first + (index - 1) % here
-        inside = _link(wire, device, *peers)
+        inside = _link(comm, device, *peers)
     across = machine.across
-    if wire.ranks > sizes:
-        peers = (wire.rank + sizes) % wire.ranks, (wire.rank - sizes) % wire.ranks
-        across = _link(wire, device, *peers)
+    if comm.ranks > sizes:
+        peers = (comm.rank + sizes) % comm.ranks, (comm.rank - sizes) % comm.ranks
+        across = _link(comm, device, *peers)
     return machine._replace(name=f"{machine.name}, links measured", inside=inside, across=across)
 
 
-def _link(wire: Wire, device: torch.device, to: int, source: int) -> Link:
+def _link(comm: Communicator, device: torch.device, to: int, source: int) -> Link:
     """The link by which this rank sends to one rank and receives from another."""
-    small, large = (_seconds(wire, device, to, source, size) for size in (SMALL, LARGE))
-    times = wire.all_gather(torch.tensor([small, large], dtype=torch.float64))
+    small, large = (_seconds(comm, device, to, source, size) for size in (SMALL, LARGE))
+    times = comm.all_gather(torch.tensor([small, large], dtype=torch.float64))
     latency, seconds = (max(float(x[i]) for x in times) for i in range(2))
     return Link(LARGE / max(seconds - latency, seconds / 2), latency)
 
 
-def _seconds(wire: Wire, device: torch.device, to: int, source: int, size: int) -> float:
+def _seconds(comm: Communicator, device: torch.device, to: int, source: int, size: int) -> float:
     """The median time of an exchange of `size` bytes, after one that is not counted."""
-    if to == wire.rank:
+    if to == comm.rank:
         return 0.0
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     times = []
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
-        wire.exchange({to: sent}, {source: received}, "a message to measure the link").wait()
+        comm.exchange({to: sent}, {source: received}, "a message to measure the link").wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

@@ -18,7 +18,7 @@ from ..backend_interface import Gradients
 from ..masks import Span
 from ..problem import Operands
 from .buffers import of_heads
-from .collectives import Wire, exchange
+from .collectives import Communicator, exchange
 from .partition import Piece, ShardMap
 
 
@@ -65,14 +65,14 @@ def merged(shard_map: ShardMap, groups: Sequence[Sequence[int]]) -> ShardMap:
 class Exchange(NamedTuple):
     """How the members of a group divide tokens and heads."""
 
-    wire: Wire  # of the members
+    comm: Communicator  # of the members
     tokens: tuple[int, ...]  # of every member
     # The rows of all members, one after the other, in the order in which the group holds them.
     order: tuple[Span, ...]
 
     @classmethod
-    def of(cls, wire: Wire, shard_map: ShardMap, members: Sequence[int]) -> Exchange:
-        """The exchange between the `members`, ranks of `shard_map`; `wire` connects them."""
+    def of(cls, comm: Communicator, shard_map: ShardMap, members: Sequence[int]) -> Exchange:
+        """The exchange between the `members`, ranks of `shard_map`; `comm` connects them."""
         located: list[tuple[Piece, Span]] = []
         row = 0
         for rank in members:
@@ -80,7 +80,7 @@ class Exchange(NamedTuple):
                 located.append((piece, (row, row + piece.tokens)))
                 row += piece.tokens
         tokens = tuple(shard_map.tokens(rank) for rank in members)
-        return cls(wire, tokens, tuple(span for _, span in sorted(located)))
+        return cls(comm, tokens, tuple(span for _, span in sorted(located)))
 
     def spread(self, x: Tensor, heads: Sequence[slice]) -> Tensor:
         """Own tokens of all heads, (tokens, heads, ...), to the group's tokens of this rank's.
@@ -88,13 +88,13 @@ class Exchange(NamedTuple):
         Args:
             heads: those of every member; they may overlap.
         """
-        wire, mine = self.wire, heads[self.wire.rank]
+        comm, mine = self.comm, heads[self.comm.rank]
         count = mine.stop - mine.start
         parts = [x.new_empty(tokens, count, *x.shape[2:]) for tokens in self.tokens]
-        parts[wire.rank] = x[:, mine]
-        others = [peer for peer in range(wire.ranks) if peer != wire.rank]
+        parts[comm.rank] = x[:, mine]
+        others = [peer for peer in range(comm.ranks) if peer != comm.rank]
         sends = {peer: x[:, heads[peer]].contiguous() for peer in others}
-        wire.exchange(sends, {peer: parts[peer] for peer in others}, "heads of tokens").wait()
+        comm.exchange(sends, {peer: parts[peer] for peer in others}, "heads of tokens").wait()
         joined = torch.cat(parts)
         return torch.cat([joined[a:b] for a, b in self.order] or [joined])
 
@@ -106,22 +106,22 @@ class Exchange(NamedTuple):
         Args:
             dtype: in which the parts travel; None is that of `x`.
         """
-        wire, tokens = self.wire, self.tokens
+        comm, tokens = self.comm, self.tokens
         joined, row = torch.empty_like(x), 0
         for a, b in self.order:
             joined[a:b] = x[row : row + b - a]
             row += b - a
         parts = joined.split(tokens)
-        others = [peer for peer in range(wire.ranks) if peer != wire.rank]
+        others = [peer for peer in range(comm.ranks) if peer != comm.rank]
         arriving = {
-            peer: x.new_empty(tokens[wire.rank], heads[peer].stop - heads[peer].start, *x.shape[2:])
+            peer: x.new_empty(tokens[comm.rank], heads[peer].stop - heads[peer].start, *x.shape[2:])
             for peer in others
         }
         sends = {peer: parts[peer].contiguous() for peer in others}
-        exchange(wire, sends, arriving, "tokens of heads", dtype).wait()
-        result = x.new_zeros(tokens[wire.rank], total, *x.shape[2:])
+        exchange(comm, sends, arriving, "tokens of heads", dtype).wait()
+        result = x.new_zeros(tokens[comm.rank], total, *x.shape[2:])
         for peer, share in enumerate(heads):
-            result[:, share] += arriving.get(peer, parts[wire.rank])
+            result[:, share] += arriving.get(peer, parts[comm.rank])
         return result
 
 
@@ -133,12 +133,12 @@ class Ulysses(NamedTuple):
     keys: Exchange
     bias: Exchange | None  # None where the bias has no rows
     heads: tuple[int, int]  # of queries and of keys, in all
-    gradient_dtype: torch.dtype | None  # of dK and dV on the wire; None is that of their sums
+    gradient_dtype: torch.dtype | None  # of dK and dV as they are sent; None is that of their sums
 
     @property
     def share(self) -> HeadShare:
         """The heads of this rank."""
-        return self.shares[self.queries.wire.rank]
+        return self.shares[self.queries.comm.rank]
 
     @property
     def has_shared_keys(self) -> bool:

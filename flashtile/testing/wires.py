@@ -19,8 +19,8 @@ class Silence(RuntimeError):
     """A rank waited in vain."""
 
 
-class ThreadWire:
-    """One rank of several threads; see `flashtile.distributed.collectives.Wire`.
+class ThreadCommunicator:
+    """One rank of several threads; see `flashtile.distributed.collectives.Communicator`.
 
     It counts what it sends: `messages` with `sent_bytes`, and `notes` to all ranks.
     """
@@ -67,41 +67,41 @@ class ThreadWire:
 
 
 class _Arrival:
-    def __init__(self, wire: ThreadWire, receives: Mapping[int, Tensor], what: str) -> None:
-        self.wire, self.receives, self.what = wire, receives, what
+    def __init__(self, comm: ThreadCommunicator, receives: Mapping[int, Tensor], what: str) -> None:
+        self.comm, self.receives, self.what = comm, receives, what
 
     def wait(self) -> None:
         for peer, x in self.receives.items():
-            arrived = self.wire.take(peer, self.what)
+            arrived = self.comm.take(peer, self.what)
             if arrived.shape != x.shape or arrived.dtype != x.dtype:
                 raise RuntimeError(f"{self.what}: rank {peer} sent {arrived.shape}, want {x.shape}")
             x.copy_(arrived)
 
 
 def run_ranks(
-    ranks: int, function: Callable[[ThreadWire], Result], timeout: float = 60.0
+    ranks: int, function: Callable[[ThreadCommunicator], Result], timeout: float = 60.0
 ) -> list[Result]:
-    """The results of `function(wire)` on every rank, each in a thread of its own.
+    """The results of `function(comm)` on every rank, each in a thread of its own.
 
     Raises:
         Exception: the error of a rank; the others stop waiting for it.
     """
     mailboxes: list[list[Queue[Tensor]]] = [[Queue() for _ in range(ranks)] for _ in range(ranks)]
     failed = threading.Event()
-    wires = [ThreadWire(rank, mailboxes, timeout, failed) for rank in range(ranks)]
+    communicators = [ThreadCommunicator(rank, mailboxes, timeout, failed) for rank in range(ranks)]
 
-    def run(wire: ThreadWire) -> Result:
+    def run(comm: ThreadCommunicator) -> Result:
         # Otherwise autograd runs the backwards of all threads one after another, in the one thread
         # of the GPU, and a rank that waits for another one's gradients waits for ever.
         with torch.autograd.set_multithreading_enabled(False):
             try:
-                return function(wire)
+                return function(comm)
             except BaseException:
                 failed.set()
                 raise
 
     with ThreadPoolExecutor(ranks, thread_name_prefix="rank") as pool:
-        futures = [pool.submit(run, wire) for wire in wires]
+        futures = [pool.submit(run, comm) for comm in communicators]
     errors = [future.exception() for future in futures]
     for error in sorted(filter(None, errors), key=lambda error: isinstance(error, Silence)):
         raise error

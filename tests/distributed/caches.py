@@ -86,7 +86,7 @@ class CacheCase:
         self, parallel: ContextParallel, device: str = "cpu"
     ) -> list[tuple[Tensor, Tensor]]:
         """The same on a rank that has its part of the cache."""
-        dealt = Dealt(self.block, self.ranks, parallel.wire.rank)
+        dealt = Dealt(self.block, self.ranks, parallel.comm.rank)
         rows = int(dealt._replace(rank=0).below(self.capacity))
         own = [p for p in range(self.capacity) if dealt.owner(p) == dealt.rank]
         caches = []
@@ -134,7 +134,7 @@ STEPS_OPTIONS: list[dict[str, Any]] = [
 
 
 def compare_repeated_steps(
-    wire: Any, options: Mapping[str, Any], has_int: bool, device: str
+    comm: Any, options: Mapping[str, Any], has_int: bool, device: str
 ) -> None:
     """Compare steps of one `ContextParallel`, the latest of which are prepared, with the first step
     of others, bit for bit.
@@ -152,14 +152,14 @@ def compare_repeated_steps(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g).to(device, torch.bfloat16)
 
-    parallel = ContextParallel.over(wire)
+    parallel = ContextParallel.over(comm)
     caches = [draw(2, 64, 2, 64) for _ in range(2)]
     for length in range(60, 100, 2):
         q, k, v = draw(2, queries, 4, 64), draw(2, new, 2, 64), draw(2, new, 2, 64)
         lengths = torch.tensor([length, length - 60], dtype=torch.int32, device=device)
         given |= {"cache_seqlens": length if has_int else lengths, "return_lse": True, "block": 8}
         copies = [x.clone() for x in caches]
-        first = ContextParallel.over(wire).decode(q, *copies, k, v, **given)
+        first = ContextParallel.over(comm).decode(q, *copies, k, v, **given)
         repeated = parallel.decode(q, *caches, k, v, **given)
         for got, want in zip((*repeated, *caches), (*first, *copies), strict=True):
             assert torch.equal(got, want), f"at {length} tokens"

@@ -198,10 +198,10 @@ class Case:
         device: str = "cpu",
     ) -> dict[str, Tensor]:
         """What a rank computes in `dtype`, put together again where it is of tokens."""
-        wire = parallel.wire
+        comm = parallel.comm
         layout = parallel.layout(**self.layout_options)
         keys = Layout(
-            parallel, wire, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
+            parallel, comm, layout.keys, layout.keys, layout.sequences, (layout.local_keys,) * 2
         )
         layouts = {"q": layout, "k": keys, "v": keys, "qv": layout}
         leaves = {}

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashtile import BlockMask, Spans
 from flashtile.distributed import ContextParallel, compile
 from flashtile.distributed.layout import layout_of
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,8 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("return_lse", [True, False])
 def test_ops(options: dict[str, Any], return_lse: bool) -> None:
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(batch=2, seq_len=32, grain=16)
         q, k, v = (torch.randn(2, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
         torch.manual_seed(0)
@@ -71,8 +71,8 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
 def test_shapes_with_padding(return_lse: bool) -> None:
     """A rank with fewer rows returns what the graph expects, also where nobody sees lse."""
 
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire, ulysses=1)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm, ulysses=1)
         for layout in (parallel.layout([0, 5, 6, 18, 25]), parallel.layout(seq_len=13, grain=1)):
             shape = (layout.sequences,) if layout.sequences else ()
             x = torch.randn(*shape, layout.local_tokens, 2, 8)
@@ -91,8 +91,8 @@ def test_a_layout_that_is_gone() -> None:
 
 
 def test_score_functions_end_the_graph() -> None:
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=32)
 
         def layer(x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
@@ -120,8 +120,8 @@ def test_score_functions_end_the_graph() -> None:
     "name", ["alibi_slopes", "bias", "qv", "relative_bias", "seqused_q", "sink"]
 )
 def test_what_is_no_tensor_is_named(name: str) -> None:
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=8)
         x = torch.zeros(1, 8, 2, 8)
 

@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 from flashtile import BlockMask
 from flashtile.distributed import ContextParallel, executor
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 
 def errors(ranks: int, call: Callable[[ContextParallel, int], Any]) -> list[str]:
     """What each rank raises."""
 
-    def run(wire: ThreadWire) -> str:
+    def run(comm: ThreadCommunicator) -> str:
         try:
-            call(ContextParallel.over(wire), wire.rank)
+            call(ContextParallel.over(comm), comm.rank)
         except (ValueError, TypeError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
@@ -184,13 +184,13 @@ def test_in_debug_mode_every_step_of_decoding_is_compared(monkeypatch: pytest.Mo
 
 
 def test_an_equal_call_sends_no_records() -> None:
-    def run(wire: ThreadWire) -> list[int]:
-        context = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> list[int]:
+        context = ContextParallel.over(comm)
         layout = context.layout(seq_len=32)
         sent = []
         for _ in range(3):
             attend(context, layout, causal=True)
-            sent.append(wire.notes)
+            sent.append(comm.notes)
         return sent
 
     for sent in run_ranks(2, run):
@@ -207,9 +207,9 @@ def test_an_equal_call_sends_no_records() -> None:
     ],
 )
 def test_numbers_that_do_not_fit_the_group(options: dict[str, int], message: str) -> None:
-    def run(wire: ThreadWire) -> str:
+    def run(comm: ThreadCommunicator) -> str:
         with pytest.raises(ValueError, match="got") as caught:
-            ContextParallel.over(wire, **options)
+            ContextParallel.over(comm, **options)
         return str(caught.value)
 
     assert set(run_ranks(4, run)) == {message}
@@ -231,9 +231,9 @@ def test_numbers_that_do_not_fit_the_group(options: dict[str, int], message: str
     ],
 )
 def test_layouts_check_their_arguments(arguments: dict[str, Any], message: str) -> None:
-    def run(wire: ThreadWire) -> str:
+    def run(comm: ThreadCommunicator) -> str:
         with pytest.raises(ValueError, match=r"want|got") as caught:
-            ContextParallel.over(wire).layout(**arguments)
+            ContextParallel.over(comm).layout(**arguments)
         return str(caught.value)
 
     assert all(message in found for found in run_ranks(2, run))

@@ -18,7 +18,7 @@ from flashtile.distributed.arguments import OPTIONS
 from flashtile.distributed.partition import TileMap
 from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, normal
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,8 @@ def test_ranks_compute_what_one_process_does(seed: int) -> None:
     case = Case(seed)
     results = run_ranks(
         case.ranks,
-        lambda wire: case.on_rank(
-            ContextParallel.over(wire, ulysses=case.ulysses, stages=case.stages)
+        lambda comm: case.on_rank(
+            ContextParallel.over(comm, ulysses=case.ulysses, stages=case.stages)
         ),
     )
     compare(case, results)
@@ -52,7 +52,7 @@ def test_every_option_in_every_way(option: str, way: str) -> None:
     for seed in range(3):
         case = Case(seed, ranks, wanted=option)
         results = run_ranks(
-            ranks, lambda wire, case=case: case.on_rank(ContextParallel.over(wire, **numbers))
+            ranks, lambda comm, case=case: case.on_rank(ContextParallel.over(comm, **numbers))
         )
         compare(case, results)
 
@@ -63,7 +63,7 @@ def test_every_option_with_heads_in_turns(option: str) -> None:
     cases = (Case(seed, 2, wanted=option) for seed in range(99))
     case = next(x for x in cases if x.leaves["k"].shape[-2] % 2 == 0 and x.dout.numel() > 1000)
     numbers = {"ulysses": 1, "stages": 2, "head_groups": 2}
-    compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire, **numbers))))
+    compare(case, run_ranks(2, lambda comm: case.on_rank(ContextParallel.over(comm, **numbers))))
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_every_option_with_heads_in_turns(option: str) -> None:
 def test_packed_documents_have_no_masks_of_a_batch(
     option: str, value: torch.Tensor, message: str
 ) -> None:
-    def run(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout([0, 8])
         x = torch.randn(layout.local_tokens, 2, 8)
         with pytest.raises(NotImplementedError, match="got") as caught:
@@ -110,8 +110,8 @@ def test_packed_documents_have_no_masks_of_a_batch(
     ],
 )
 def test_what_is_not_supported_is_named(options: dict[str, Any], message: str) -> None:
-    def run(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=64, grain=16)
         x = torch.randn(1, layout.local_tokens, 2, 8)
         with pytest.raises((NotImplementedError, ValueError)) as caught:
@@ -139,8 +139,8 @@ def test_a_batch_is_balanced_by_the_tiles_of_all_its_sequences() -> None:
     kinds[0, 0, 0] = kinds[1, 0, 1] = 1  # all work is in the first two tiles of rows
     masks = [Mask(block_mask=BlockMask.from_tiles(kinds, (16, 16)))]
 
-    def run(wire: ThreadWire) -> int:
-        layout = ContextParallel.over(wire).layout(
+    def run(comm: ThreadCommunicator) -> int:
+        layout = ContextParallel.over(comm).layout(
             batch=2, seq_len=128, masks=masks, way="documents", grain=16
         )
         return sum(bool((layout.positions == 16 * n).any()) for n in (0, 1))
@@ -156,8 +156,8 @@ def test_a_rank_with_one_row_of_a_bias(seq_len: int, has_rows: bool) -> None:
     q, k, v = (torch.randn(1, seq_len, 2, 8, generator=g) for _ in range(3))
     bias = torch.randn(1, 2, seq_len if has_rows else 1, seq_len, generator=g)
 
-    def run(wire: ThreadWire) -> torch.Tensor:
-        parallel = ContextParallel.over(wire, ulysses=2, stages=1)
+    def run(comm: ThreadCommunicator) -> torch.Tensor:
+        parallel = ContextParallel.over(comm, ulysses=2, stages=1)
         layout = parallel.layout(seq_len=seq_len, way="contiguous", grain=1 if seq_len == 2 else 8)
         shards = (layout.shard(x) for x in (q, k, v))
         mine = layout.shard(bias, 2) if has_rows else bias
@@ -169,8 +169,8 @@ def test_a_rank_with_one_row_of_a_bias(seq_len: int, has_rows: bool) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_slopes_for_each_of_no_documents(ranks: int) -> None:
-    def run(wire: ThreadWire) -> torch.Size:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> torch.Size:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout([0])
         x = torch.zeros(layout.local_tokens, 2, 8)
         slopes = torch.zeros(0, 2, requires_grad=True)
@@ -217,8 +217,8 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
     g = generator(2)
     q, k, v, dout = (normal(g, 1, 96, heads, 16) for heads in (4, 2, 2, 4))
 
-    def on_rank(wire: ThreadWire) -> list[torch.Tensor]:
-        parallel = ContextParallel.over(wire, ulysses=1, stages=stages)
+    def on_rank(comm: ThreadCommunicator) -> list[torch.Tensor]:
+        parallel = ContextParallel.over(comm, ulysses=1, stages=stages)
         layout = parallel.layout(seq_len=96, way="contiguous", grain=8)
         leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
         for _ in range(2):  # the second call is like the first
@@ -238,8 +238,8 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_keep_no_memory_of_fetched_keys(dtype: torch.dtype) -> None:
-    def on_rank(wire: ThreadWire) -> list[int]:
-        layout = ContextParallel.over(wire, ulysses=1, stages=1).layout(
+    def on_rank(comm: ThreadCommunicator) -> list[int]:
+        layout = ContextParallel.over(comm, ulysses=1, stages=1).layout(
             seq_len=96, way="contiguous", grain=8
         )
         q, k, v = (torch.randn(1, layout.local_tokens, 2, 16, dtype=dtype) for _ in range(3))

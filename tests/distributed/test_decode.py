@@ -55,22 +55,22 @@ def test_a_step_like_an_earlier_one_is_not_prepared_again(
     describe = decode.describe
     monkeypatch.setattr(decode, "describe", lambda *a: described.append(a) or describe(*a))
 
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         caches = torch.zeros(2, 1, 32, 2, 8)
         for length in range(20):
             q, k, v = torch.randn(3, 1, 1, 2, 8)
             lengths = length if as_int else torch.tensor([length], dtype=torch.int32)
             parallel.decode(q, *caches, k, v, cache_seqlens=lengths, block=4, causal=True)
-        assert (len(described), wire.notes) == (1, 1)
+        assert (len(described), comm.notes) == (1, 1)
         given: dict[str, Any] = {"cache_seqlens": 20, "block": 4, "causal": True}
         parallel.decode(q, *caches, k, v, **given, softcap=1.0)
-        assert (len(described), wire.notes) == (2, 2)
+        assert (len(described), comm.notes) == (2, 2)
         parallel.decode(q, *caches, k, v, **given, softcap=2.0)
-        assert (len(described), wire.notes) == (3, 3)
+        assert (len(described), comm.notes) == (3, 3)
         flashtile.clear_caches()  # which a rank may do alone
         parallel.decode(q, *caches, k, v, **given, softcap=2.0)
-        assert (len(described), wire.notes) == (4, 3)
+        assert (len(described), comm.notes) == (4, 3)
 
     run_ranks(1, one_rank)
 
@@ -80,14 +80,14 @@ def test_a_step_like_an_earlier_one_is_not_prepared_again(
 def test_a_repeated_step_has_the_bits_of_a_first_one(
     options: dict[str, Any], has_int: bool
 ) -> None:
-    run_ranks(3, lambda wire: compare_repeated_steps(wire, options, has_int, "cpu"))
+    run_ranks(3, lambda comm: compare_repeated_steps(comm, options, has_int, "cpu"))
 
 
 def test_a_repeated_step_heeds_what_surrounds_it() -> None:
     """A backend that is forced later, and a cache that has become too small."""
 
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         q, caches = torch.zeros(1, 1, 2, 8), torch.zeros(2, 1, 32, 2, 8)
         parallel.decode(q, *caches, cache_seqlens=30)
         with (
@@ -102,8 +102,8 @@ def test_a_repeated_step_heeds_what_surrounds_it() -> None:
 
 
 def test_what_no_backend_can_run_is_not_written() -> None:
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         x, caches = torch.ones(1, 1, 2, 8), torch.zeros(2, 1, 32, 2, 8)
         with pytest.raises(NotImplementedError, match="'triton' cannot"):
             parallel.decode(x, *caches, x, x, cache_seqlens=3, backend="triton")
@@ -126,12 +126,12 @@ def test_a_prefill_is_dealt_out_and_decoded(packed: bool, lengths: list[int], ra
     ends = torch.tensor([0, *lengths]).cumsum(0)
     before = torch.tensor(lengths, dtype=torch.int32)
 
-    def one_rank(wire: Any) -> Tensor:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> Tensor:
+        parallel = ContextParallel.over(comm)
         options = {"cu_seqlens": ends} if packed else {"seq_len": 41, "batch": 2}
         layout = parallel.layout(**options, grain=4)
         caches = parallel.deal(layout.shard(k), layout.shard(v), layout, block=8, capacity=96)
-        assert wire.messages < ranks  # keys and values travel together
+        assert comm.messages < ranks  # keys and values travel together
         return parallel.decode(q, *caches, *new, cache_seqlens=before, block=8, causal=True)
 
     want = []
@@ -177,8 +177,8 @@ def call(parallel: ContextParallel, **changes: Any) -> Tensor:
 def test_what_decoding_refuses_is_not_written(
     changes: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         call(parallel)  # an agreed call does not make a later one right
         for k_cache in [changes.get("k_cache", torch.zeros(2, 3, 2, 8))]:
             before = k_cache.clone().float()
@@ -190,9 +190,9 @@ def test_what_decoding_refuses_is_not_written(
 
 
 def test_ranks_that_disagree_raise_the_same_error() -> None:
-    def one_rank(wire: Any) -> None:
+    def one_rank(comm: Any) -> None:
         with pytest.raises(ValueError, match="the ranks disagree on cache_seqlens"):
-            call(ContextParallel.over(wire), cache_seqlens=1 + wire.rank)
+            call(ContextParallel.over(comm), cache_seqlens=1 + comm.rank)
 
     run_ranks(2, one_rank)
 
@@ -200,10 +200,10 @@ def test_ranks_that_disagree_raise_the_same_error() -> None:
 def test_a_cache_that_is_too_small_on_one_rank_is_refused_on_all() -> None:
     """Also if an earlier step had larger ones."""
 
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         call(parallel, k_cache=torch.zeros(2, 9, 2, 8), v_cache=torch.zeros(2, 9, 2, 8))
-        small = torch.zeros(2, 3 - wire.rank, 2, 8)
+        small = torch.zeros(2, 3 - comm.rank, 2, 8)
         with pytest.raises(ValueError, match=r"rank 1: cache_seqlens: got .* at most 2 tokens"):
             call(parallel, k_cache=small, v_cache=small.clone(), cache_seqlens=4)
 
@@ -211,8 +211,8 @@ def test_a_cache_that_is_too_small_on_one_rank_is_refused_on_all() -> None:
 
 
 def test_a_capacity_that_is_too_small_is_refused() -> None:
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=32)
         x = torch.zeros(1, layout.local_tokens, 2, 8)
         with pytest.raises(ValueError, match="capacity: got 15 rows, want at least 16"):
@@ -222,9 +222,9 @@ def test_a_capacity_that_is_too_small_is_refused() -> None:
 
 
 def test_autocast_takes_the_dtype_of_the_cache() -> None:
-    def one_rank(wire: Any) -> Tensor:
+    def one_rank(comm: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return call(ContextParallel.over(wire))
+            return call(ContextParallel.over(comm))
 
     assert run_ranks(2, one_rank)[0].dtype == torch.float32
 
@@ -232,10 +232,10 @@ def test_autocast_takes_the_dtype_of_the_cache() -> None:
 def test_partial_results_travel_in_float32() -> None:
     q, k_cache, v_cache = (torch.randn(1, n, 2, 8).bfloat16() for n in (3, 16, 16))
 
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         out = parallel.decode(q, k_cache, v_cache, cache_seqlens=20, block=4)
         assert out.dtype == torch.bfloat16
-        assert wire.sent_bytes == 4 * 3 * 2 * (8 + 1)  # queries, heads, features and the statistic
+        assert comm.sent_bytes == 4 * 3 * 2 * (8 + 1)  # queries, heads, features and the statistic
 
     run_ranks(2, one_rank)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flashtile.call import dispatch
 from flashtile.distributed import ContextParallel, context, executor
 from flashtile.problem import AttentionProblem
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 WAYS = ({"ulysses": 1, "stages": 1}, {"ulysses": 1, "stages": 2}, {"ulysses": 2})
 
@@ -27,8 +27,8 @@ def inputs(layout: Any) -> list[Tensor]:
 @pytest.mark.parametrize("numbers", WAYS)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(reentrant: bool, numbers: dict[str, int]) -> None:
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire, **numbers)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm, **numbers)
         layout = parallel.layout(seq_len=64, grain=4)
 
         def attend(*qkv: Tensor) -> Tensor:
@@ -37,15 +37,15 @@ def test_checkpoints(reentrant: bool, numbers: dict[str, int]) -> None:
         sent, gradients = [], []
         for call in (attend, lambda *qkv: checkpoint(attend, *qkv, use_reentrant=reentrant)):
             for _ in range(2):  # the first call of a kind sends notes
-                leaves, before = inputs(layout), wire.messages
+                leaves, before = inputs(layout), comm.messages
                 call(*leaves).sin().sum().backward()
-                after = wire.messages
+                after = comm.messages
             sent.append(after - before)
             gradients.append([x.grad for x in leaves])
         with torch.no_grad():
-            before = wire.messages
+            before = comm.messages
             attend(*leaves)
-        forward = wire.messages - before
+        forward = comm.messages - before
         assert sent[1] == sent[0] + forward
         for plain, again in zip(*gradients, strict=True):
             assert torch.equal(plain, again)
@@ -54,8 +54,8 @@ def test_checkpoints(reentrant: bool, numbers: dict[str, int]) -> None:
 
 
 def test_a_generator_that_a_checkpoint_does_not_restore_is_refused() -> None:
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         parallel.generator = torch.Generator().manual_seed(0)
         layout = parallel.layout(seq_len=64)
 
@@ -104,13 +104,13 @@ def mapped(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> No
 def test_refused_derivatives(
     call: Callable[..., None], message: str, only_rank: int | None, numbers: dict[str, int]
 ) -> None:
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire, **numbers)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm, **numbers)
         layout = parallel.layout(seq_len=64)
         leaves = inputs(layout)
         parallel.attention(*leaves, layout)  # a plain call of the same kind is no permission
         parallel.attention(*(x.detach() for x in leaves), layout)
-        refused = only_rank in (None, wire.rank)
+        refused = only_rank in (None, comm.rank)
         derive = call if refused else (lambda attend, *qkv: attend(*(x.double() for x in qkv)))
         with pytest.raises(NotImplementedError, match=message):
             derive(lambda *qkv: parallel.attention(*qkv, layout), *leaves)
@@ -134,8 +134,8 @@ def test_the_backend_of_a_backward_has_gradients(
     for module in (context, executor):
         monkeypatch.setattr(module, "dispatch", recorded)
 
-    def run(wire: ThreadWire) -> Tensor:
-        layout = ContextParallel.over(wire, **numbers).layout(seq_len=64, grain=4)
+    def run(comm: ThreadCommunicator) -> Tensor:
+        layout = ContextParallel.over(comm, **numbers).layout(seq_len=64, grain=4)
         out = layout.attend(*inputs(layout))
         assert isinstance(out, Tensor)
         return out
@@ -145,8 +145,8 @@ def test_the_backend_of_a_backward_has_gradients(
     assert {problem.needs_grad for problem in asked} == {True, False}
     asked.clear()
 
-    def differentiate(wire: ThreadWire) -> None:
-        outs[wire.rank].sum().backward()
+    def differentiate(comm: ThreadCommunicator) -> None:
+        outs[comm.rank].sum().backward()
 
     run_ranks(2, differentiate)
     assert len(asked) > 0

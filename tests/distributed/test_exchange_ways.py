@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtile.distributed.collectives import ProcessWire, can_be_one_operation
+from flashtile.distributed.collectives import ProcessCommunicator, can_be_one_operation
 from flashtile.distributed.strategy import MACHINES, measured
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_all_exchange_make_one_operation() -> None:
     assert not can_be_one_operation(1, 4, dict.fromkeys((0, 2, 3), x), dict.fromkeys((0, 2), x))
 
 
-class NcclWire(ProcessWire):
+class NcclCommunicator(ProcessCommunicator):
     """Rank 0 of a group that NCCL connects, in a process of its own."""
 
     def __init__(self, ranks: int) -> None:
@@ -75,7 +75,7 @@ class NcclWire(ProcessWire):
         (2, (1,), (), "all_to_all"),
     ],
 )
-def test_the_wire_makes_one_operation_only_where_it_can(
+def test_the_group_makes_one_operation_only_where_it_can(
     ranks, sends, receives, method, monkeypatch
 ) -> None:
     monkeypatch.setattr(dist, "P2POp", lambda function, x, *_: SimpleNamespace(tensor=x))
@@ -83,7 +83,9 @@ def test_the_wire_makes_one_operation_only_where_it_can(
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda batch: started.append(batch) or [])
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, device="cuda")
-        pending = NcclWire(ranks).exchange(dict.fromkeys(sends, x), dict.fromkeys(receives, x), "x")
+        pending = NcclCommunicator(ranks).exchange(
+            dict.fromkeys(sends, x), dict.fromkeys(receives, x), "x"
+        )
     if method == "batch":
         assert [len(batch) for batch in started] == [len(sends) + len(receives)]
     else:
@@ -104,6 +106,6 @@ def test_all_ranks_meet_before_links_are_measured(rank: int) -> None:
         calls.append("exchange")
         return SimpleNamespace(wait=lambda: None)
 
-    wire: Any = SimpleNamespace(rank=rank, ranks=3, all_gather=all_gather, exchange=exchange)
-    measured(wire, MACHINES["H200"]._replace(node=2), torch.device("meta"))
+    comm: Any = SimpleNamespace(rank=rank, ranks=3, all_gather=all_gather, exchange=exchange)
+    measured(comm, MACHINES["H200"]._replace(node=2), torch.device("meta"))
     assert calls[0] == "all_gather"

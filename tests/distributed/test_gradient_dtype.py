@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.distributed import ContextParallel
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 EPS = torch.finfo(torch.bfloat16).eps
 
@@ -20,14 +20,14 @@ def gradients(ways: dict[str, int], **given: Any) -> tuple[dict[str, Tensor], in
     whole = [torch.randn(1, 64, heads, 8, generator=g) for heads in (4, 2, 2)]
     dout = torch.randn(1, 64, 4, 8, generator=g)
 
-    def one_rank(wire: ThreadWire) -> tuple[dict[str, Tensor], int]:
-        parallel = ContextParallel.over(wire, **ways, **given)
+    def one_rank(comm: ThreadCommunicator) -> tuple[dict[str, Tensor], int]:
+        parallel = ContextParallel.over(comm, **ways, **given)
         layout = parallel.layout(seq_len=64, grain=4)
         q, k, v = (layout.shard(x).requires_grad_() for x in whole)
         out = parallel.attention(q, k, v, layout)
-        before = wire.sent_bytes
+        before = comm.sent_bytes
         out.backward(layout.shard(dout))
-        sent = wire.sent_bytes - before
+        sent = comm.sent_bytes - before
         named = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
         return {n: layout.unshard(x) for n, x in named.items() if x is not None}, sent
 
@@ -61,8 +61,8 @@ def test_gradients_of_a_shared_key_head_are_added_before_they_are_rounded() -> N
     whole = [torch.randn(1, 256, heads, 16, generator=g).bfloat16() for heads in (8, 1, 1, 8)]
 
     def of(ulysses: int, dtype: torch.dtype) -> list[Tensor]:
-        def one_rank(wire: ThreadWire) -> list[Tensor]:
-            parallel = ContextParallel.over(wire, ulysses=ulysses)
+        def one_rank(comm: ThreadCommunicator) -> list[Tensor]:
+            parallel = ContextParallel.over(comm, ulysses=ulysses)
             layout = parallel.layout(seq_len=256, grain=4)
             q, k, v, dout = (layout.shard(x).to(dtype) for x in whole)
             leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -77,9 +77,9 @@ def test_gradients_of_a_shared_key_head_are_added_before_they_are_rounded() -> N
 
 
 def test_ranks_that_disagree() -> None:
-    def one_rank(wire: ThreadWire) -> None:
-        dtype = torch.float32 if wire.rank else torch.bfloat16
-        parallel = ContextParallel.over(wire, gradient_dtype=dtype)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        dtype = torch.float32 if comm.rank else torch.bfloat16
+        parallel = ContextParallel.over(comm, gradient_dtype=dtype)
         layout = parallel.layout(seq_len=64)
         x = torch.zeros(1, layout.local_tokens, 2, 8)
         with pytest.raises(ValueError, match="the ranks disagree on gradient_dtype"):
@@ -90,4 +90,4 @@ def test_ranks_that_disagree() -> None:
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gradient_dtype: got torch\.float16, want"):
-        run_ranks(1, lambda wire: ContextParallel.over(wire, gradient_dtype=torch.float16))
+        run_ranks(1, lambda comm: ContextParallel.over(comm, gradient_dtype=torch.float16))

@@ -42,8 +42,8 @@ def one_thread():
 def on_ranks(ranks: int, model: torch.nn.Module, step: Step, **layout: Any) -> list[Any]:
     """What `step` returns on every rank, each with a copy of the model."""
 
-    def run(wire: Any) -> Any:
-        parallel = ContextParallel.over(wire)
+    def run(comm: Any) -> Any:
+        parallel = ContextParallel.over(comm)
         return step(copy.deepcopy(model), parallel.layout(**{"grain": 4, **layout}))
 
     return run_ranks(ranks, run)
@@ -281,8 +281,8 @@ def test_a_compiled_model_runs_its_attention_without_a_graph() -> None:
     with torch.no_grad():
         want = compiled(ids).logits  # compiled without a layout
 
-        def one_rank(wire: Any) -> Tensor:
-            layout = ContextParallel.over(wire).layout(seq_len=24)
+        def one_rank(comm: Any) -> Tensor:
+            layout = ContextParallel.over(comm).layout(seq_len=24)
             with layout:
                 return compiled(layout.shard(ids)).logits
 
@@ -321,8 +321,8 @@ def test_a_compiled_transformers_model_sees_each_layout() -> None:
     ids = tokens(1, 36)
     for cu_seqlens in ([0, 18, 36], [0, 7, 36]):
 
-        def one_rank(wire: Any, ends: list[int] = cu_seqlens) -> Tensor:
-            layout = ContextParallel.over(wire).layout(ends)
+        def one_rank(comm: Any, ends: list[int] = cu_seqlens) -> Tensor:
+            layout = ContextParallel.over(comm).layout(ends)
             with layout, torch.no_grad():
                 return compiled(**layout.batch(input_ids=ids)).logits
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flashtile.distributed import ContextParallel, check, executor
 from flashtile.distributed.strategy import MACHINES
 from flashtile.masks import BlockMask, Spans
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -24,13 +24,13 @@ def drawn(*shape: int) -> Tensor:
 def explanation(ranks: int, tokens: int, **given: Any) -> str:
     """That of rank 0."""
 
-    def one_rank(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire, **given)
+    def one_rank(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm, **given)
         layout = parallel.layout(seq_len=ranks * tokens)
         q = torch.zeros(1, layout.local_tokens, 8, 64)
         k = q[:, :, :2]
         text = parallel.explain(layout, q, k, k, causal=True)
-        assert wire.notes == wire.messages == 0
+        assert comm.notes == comm.messages == 0
         return text
 
     texts = run_ranks(ranks, one_rank)
@@ -63,8 +63,8 @@ def test_explain_says_what_was_given() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("cu_seqlens", [[0], [0, 0, 0]])
 def test_explain_without_tokens(cu_seqlens: list[int], ranks: int) -> None:
-    def run(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(cu_seqlens)
         x = torch.zeros(layout.local_tokens, 2, 8)
         return parallel.explain(layout, x, x, x)
@@ -73,7 +73,7 @@ def test_explain_without_tokens(cu_seqlens: list[int], ranks: int) -> None:
 
 
 def test_explain_refuses_what_attention_refuses() -> None:
-    parallel = ContextParallel.over(run_ranks(1, lambda wire: wire)[0])
+    parallel = ContextParallel.over(run_ranks(1, lambda comm: comm)[0])
     layout = parallel.layout(seq_len=8)
     x = torch.zeros(1, 8, 2, 8)
     with pytest.raises(ValueError, match="window_size"):
@@ -81,8 +81,8 @@ def test_explain_refuses_what_attention_refuses() -> None:
 
 
 def run_check(ranks: int, dtype: torch.dtype, packed: bool, **options: Any) -> list[str]:
-    def one_rank(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm)
         if packed:
             layout = parallel.layout([0, 7, 7, 40], grain=4)
             q, k, v = drawn(40, 4, 8), drawn(40, 2, 8), drawn(40, 2, 12)
@@ -153,14 +153,14 @@ def test_check_names_the_rank_and_the_tensor(monkeypatch: pytest.MonkeyPatch) ->
 
     def wrong(plan: Any, *rest: Any) -> Any:
         gradients = right(plan, *rest)
-        if plan.wire.rank == 1:
+        if plan.comm.rank == 1:
             gradients.dv[2] += 0.1
         return gradients
 
     monkeypatch.setattr(executor, "backward", wrong)
 
-    def one_rank(wire: ThreadWire) -> str:
-        parallel = ContextParallel.over(wire, ulysses=1)
+    def one_rank(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm, ulysses=1)
         layout = parallel.layout(seq_len=40, grain=4)
         x = layout.shard(drawn(1, 40, 2, 8))
         with pytest.raises(AssertionError) as caught:
@@ -177,8 +177,8 @@ def test_a_reference_that_fails_keeps_nobody_waiting(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(check, "attention_reference", fails)
 
-    def one_rank(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=16, grain=4)
         x = layout.shard(drawn(1, 16, 2, 8))
         with pytest.raises(AssertionError, match="no memory for all scores"):
@@ -196,8 +196,8 @@ def test_check_refuses_dropout() -> None:
 def test_measure_gives_all_ranks_the_same_machine(ranks: int, node: int) -> None:
     machine = MACHINES["CPU"]._replace(node=node)
 
-    def one_rank(wire: ThreadWire) -> Any:
-        return ContextParallel.over(wire, machine=machine).measure("cpu")
+    def one_rank(comm: ThreadCommunicator) -> Any:
+        return ContextParallel.over(comm, machine=machine).measure("cpu")
 
     (found,) = set(run_ranks(ranks, one_rank))
     assert found.name == "CPU, links measured"

@@ -15,7 +15,7 @@ import flashtile
 from flashtile.backends import cpu
 from flashtile.distributed import ContextParallel, consistency, executor
 from flashtile.testing import generator
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -54,19 +54,19 @@ def results(parallel: ContextParallel, layout: Any, x: tuple[Tensor, ...], optio
 @pytest.mark.parametrize("batch", [(), (1,), (2,)], ids=["packed", "one", "two"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_repeated_calls(way: dict[str, Any], batch: tuple[int, ...], options: Any) -> None:
-    def made(wire: ThreadWire) -> tuple[ContextParallel, Any]:
-        parallel = ContextParallel.over(wire, **way)
+    def made(comm: ThreadCommunicator) -> tuple[ContextParallel, Any]:
+        parallel = ContextParallel.over(comm, **way)
         if batch:
             return parallel, parallel.layout(seq_len=13, batch=batch[0], grain=1)
         ends = torch.tensor([0, *LENGTHS]).cumsum(0)
         return parallel, parallel.layout(cu_seqlens=ends, grain=1)
 
-    def one_rank(wire: ThreadWire) -> None:
-        parallel, layout = made(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel, layout = made(comm)
         for seed in range(3):
-            x = drawn(seed * 10 + wire.rank, layout.local_tokens, batch)
+            x = drawn(seed * 10 + comm.rank, layout.local_tokens, batch)
             found = results(parallel, layout, x, options)
-            wanted = results(*made(wire), x, options)
+            wanted = results(*made(comm), x, options)
             assert all(map(torch.equal, found, wanted))
         assert layout.plans._cell.cache_info().currsize == 1
 
@@ -88,8 +88,8 @@ def test_calls_in_which_nothing_travels(
     recording = SimpleNamespace(**{**vars(cpu), "forward": forward})
     monkeypatch.setattr(executor.dispatch, "BACKENDS", {"cpu": recording})
 
-    def one_rank(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire, **WAYS[0])
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm, **WAYS[0])
 
         def layout() -> Any:
             if batch:
@@ -99,7 +99,7 @@ def test_calls_in_which_nothing_travels(
         options: Any = {"window_size": (0, 0)}
         kept = layout()
         for seed in range(3):
-            q, k, v, dout = drawn(seed * 10 + wire.rank, kept.local_tokens, batch)
+            q, k, v, dout = drawn(seed * 10 + comm.rank, kept.local_tokens, batch)
             if has_gaps:
                 k, v = torch.stack((k, v), -2).unbind(-2)
             found = results(parallel, kept, (q, k, v, dout), options)
@@ -117,8 +117,8 @@ def test_calls_in_which_nothing_travels(
 def test_results_are_freed_at_once() -> None:
     """No cycle keeps them until Python collects garbage."""
 
-    def one_rank(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout([0, 7, 12], grain=1)
         for _ in range(3):
             q, k, v, _ = drawn(3, layout.local_tokens, ())
@@ -140,17 +140,17 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
     """But not what the ranks have compared: one rank alone may empty its caches."""
     monkeypatch.setattr(consistency, "KINDS", 3)
 
-    def one_rank(wire: ThreadWire) -> list[int]:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> list[int]:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=16)
-        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        q, k, v, _ = drawn(comm.rank, layout.local_tokens, (1,))
         notes = []
         for softcap in (1.0, 2.0, 2.0, 3.0, 1.0, 4.0, 1.0):
             layout.attend(q, k, v, softcap=softcap)
-            if wire.rank == 0:
+            if comm.rank == 0:
                 flashtile.clear_caches()
-            notes.append(wire.notes)
-        if wire.rank == 0:
+            notes.append(comm.notes)
+        if comm.rank == 0:
             assert layout.plans._cell.cache_info().currsize == 0
         return notes
 
@@ -161,10 +161,10 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
 def test_what_decides_a_call_is_part_of_its_kind() -> None:
     """Autocast, other tensors, forced backends and the caller's settings."""
 
-    def one_rank(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=16)
-        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        q, k, v, _ = drawn(comm.rank, layout.local_tokens, (1,))
         first = layout.attend(q, k, v)
         with torch.autocast("cpu", torch.bfloat16):
             assert layout.attend(q, k, v).dtype == torch.bfloat16
@@ -186,10 +186,10 @@ def test_what_decides_a_call_is_part_of_its_kind() -> None:
 
 
 def test_numbers_in_tensors_are_read_in_every_call() -> None:
-    def one_rank(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=16)
-        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        q, k, v, _ = drawn(comm.rank, layout.local_tokens, (1,))
         for window in ((2, 0), (7, 0), (2, 3)):
             found = layout.attend(q, k, v, window_size=torch.tensor(window))
             assert torch.equal(found, layout.attend(q, k, v, window_size=window))
@@ -200,15 +200,15 @@ def test_numbers_in_tensors_are_read_in_every_call() -> None:
 def test_ranks_compare_a_call_under_autocast() -> None:
     """It sends other bytes than the same call without autocast, which they have compared."""
 
-    def one_rank(wire: ThreadWire) -> list[int]:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> list[int]:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=16)
-        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        q, k, v, _ = drawn(comm.rank, layout.local_tokens, (1,))
         notes = []
         for dtype in (None, torch.bfloat16, torch.bfloat16, torch.float16, None):
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 layout.attend(q, k, v)
-            notes.append(wire.notes)
+            notes.append(comm.notes)
         return notes
 
     assert run_ranks(2, one_rank) == [[1, 2, 2, 3, 3]] * 2
@@ -217,10 +217,10 @@ def test_ranks_compare_a_call_under_autocast() -> None:
 def test_a_layout_belongs_to_one_context() -> None:
     """In a call like an earlier one of the layout's own context, too."""
 
-    def one_rank(wire: ThreadWire) -> None:
-        own, other = ContextParallel.over(wire), ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        own, other = ContextParallel.over(comm), ContextParallel.over(comm)
         layout = own.layout(seq_len=16)
-        q, k, v, _ = drawn(wire.rank, layout.local_tokens, (1,))
+        q, k, v, _ = drawn(comm.rank, layout.local_tokens, (1,))
         for _ in range(2):
             own.attention(q, k, v, layout)
             with pytest.raises(ValueError, match="layout: got one of another ContextParallel"):
@@ -230,8 +230,8 @@ def test_a_layout_belongs_to_one_context() -> None:
 
 
 def test_no_tensor_of_a_call_is_kept() -> None:
-    def one_rank(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(seq_len=16)
         for seed in range(2):
             q, k, v, _ = drawn(seed, layout.local_tokens, (1,))

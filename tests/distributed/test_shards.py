@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashtile.distributed import ContextParallel, Layout
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 
 def test_a_layout_copies_its_indices_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +19,8 @@ def test_a_layout_copies_its_indices_to_a_device_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Layout, "rows_of", counted)
 
-    def run(wire: ThreadWire) -> None:
-        layout = ContextParallel.over(wire).layout(seq_len=64)
+    def run(comm: ThreadCommunicator) -> None:
+        layout = ContextParallel.over(comm).layout(seq_len=64)
         for _ in range(3):
             for device in ("cpu", "meta"):
                 layout.shard(torch.empty(1, 64, 2, device=device))
@@ -39,8 +39,8 @@ def test_the_shards_of_all_ranks_are_the_whole(packed: bool) -> None:
     x = torch.arange(130.0)
     x = x if packed else x.expand(2, 130)
 
-    def run(wire: ThreadWire) -> None:
-        parallel = ContextParallel.over(wire)
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
         lengths = {"cu_seqlens": [0, 7, 130]} if packed else {"batch": 2, "seq_len": 130}
         layout = parallel.layout(**lengths)
         with torch.inference_mode():
@@ -48,14 +48,14 @@ def test_the_shards_of_all_ranks_are_the_whole(packed: bool) -> None:
         leaf = x.clone().requires_grad_()  # after a call in inference mode
         layout.unshard(layout.shard(leaf)).sum().backward()
         assert leaf.grad is not None
-        assert leaf.grad.sum() == layout.queries.tokens(wire.rank)
+        assert leaf.grad.sum() == layout.queries.tokens(comm.rank)
 
     run_ranks(3, run)
 
 
 def test_position_ids_are_a_tensor_of_their_own() -> None:
-    def run(wire: ThreadWire) -> None:
-        layout = ContextParallel.over(wire).layout(seq_len=64)
+    def run(comm: ThreadCommunicator) -> None:
+        layout = ContextParallel.over(comm).layout(seq_len=64)
         ids = torch.zeros(1, 64, dtype=torch.int64)
         before = layout.positions.clone()
         layout.batch(input_ids=ids)["position_ids"].zero_()

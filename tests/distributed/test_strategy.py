@@ -22,7 +22,7 @@ from flashtile.distributed.strategy import (
     select_strategy,
 )
 from flashtile.masks import BlockMask, Chunk, Window
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 ANY = Requested("auto", "auto", None, None)
 HEADS = [(1, 1), (7, 1), (8, 2), (12, 3), (32, 8), (64, 8)]
@@ -111,8 +111,8 @@ def test_scores_are_those_of_the_mask(ranks: int, tokens: int) -> None:
 
 
 def test_all_ranks_select_alike() -> None:
-    def one_rank(wire: ThreadWire) -> Strategy:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: ThreadCommunicator) -> Strategy:
+        parallel = ContextParallel.over(comm)
         layout = parallel.layout(cu_seqlens=[0, 40, 41, 200])
         x = torch.zeros(layout.local_tokens, 4, 8)
         return parallel._planned((x, x, x), layout, None, {"causal": True}, False, "kind")[
@@ -123,9 +123,9 @@ def test_all_ranks_select_alike() -> None:
 
 
 def test_different_machines_are_a_disagreement() -> None:
-    def one_rank(wire: ThreadWire) -> None:
+    def one_rank(comm: ThreadCommunicator) -> None:
         slow = MACHINES["CPU"]._replace(inside=Link(1e3, 1.0))
-        parallel = ContextParallel.over(wire, machine=slow if wire.rank else MACHINES["H200"])
+        parallel = ContextParallel.over(comm, machine=slow if comm.rank else MACHINES["H200"])
         layout = parallel.layout(seq_len=4096)
         x = torch.zeros(1, layout.local_tokens, 4, 8)
         with pytest.raises(ValueError, match="the ranks disagree on ulysses, stages, head groups"):
@@ -196,7 +196,7 @@ def test_prices_of_gathering_and_of_ulysses() -> None:
 )
 def test_numbers_are_checked(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        run_ranks(4, lambda wire: ContextParallel.over(wire, **arguments))  # type: ignore[arg-type]  # wrong on purpose
+        run_ranks(4, lambda comm: ContextParallel.over(comm, **arguments))  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_head_groups_divide_the_key_heads_of_a_rank() -> None:

@@ -35,7 +35,7 @@ from benchmarks.shapes import Case, make_inputs, vary
 from flashtile.distributed import ContextParallel
 
 from .fake_cuda import as_if_on_a_gpu, fake_driver
-from .silent_wire import SilentWire
+from .silent_communicator import SilentCommunicator
 
 BURST, SECONDS = 5, 2.0
 Call = Callable[[], Any]
@@ -104,7 +104,7 @@ def steps_over_ranks() -> dict[str, Call]:
     new = torch.zeros(2, 1, 1, 2, 64, dtype=torch.bfloat16)
     lengths = torch.full((1,), 500, dtype=torch.int32)
     counts = cycle(range(900))
-    step = partial(ContextParallel.over(SilentWire(0, 2)).decode, q, *tensors)
+    step = partial(ContextParallel.over(SilentCommunicator(0, 2)).decode, q, *tensors)
     append, window = partial(step, *new, causal=True), {"window_size": (127, 0)}
     return {
         "over ranks": lambda: step(cache_seqlens=next(counts)),

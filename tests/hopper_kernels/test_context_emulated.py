@@ -93,8 +93,8 @@ def test_ranks_compute_what_one_process_does(
     q, k, v = packed_qkv(generator(ranks), LENGTHS, LENGTHS, D=64, dtype=dtype)
     dout = normal(generator(1), *q.shape, dtype=dtype)
 
-    def one_rank(wire: Any) -> dict[str, Tensor]:
-        parallel = ContextParallel.over(wire, ulysses=1, stages=stages, head_groups=groups)
+    def one_rank(comm: Any) -> dict[str, Tensor]:
+        parallel = ContextParallel.over(comm, ulysses=1, stages=stages, head_groups=groups)
         layout = parallel.layout(cu_seqlens(LENGTHS), way=way, grain=64)
         leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
         out = parallel.attention(*leaves, layout, backend="hopper", **given)
@@ -118,8 +118,8 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(emulated: list[str], stages:
     dout = normal(generator(1), *q.shape, dtype=dtype)
     layouts: list[str] = []
 
-    def one_rank(wire: Any) -> dict[str, Tensor]:
-        parallel = ContextParallel.over(wire, ulysses=1, stages=stages)
+    def one_rank(comm: Any) -> dict[str, Tensor]:
+        parallel = ContextParallel.over(comm, ulysses=1, stages=stages)
         layout = parallel.layout(seq_len=600, way="contiguous", grain=8)
         leaves = [layout.shard(x[None]).requires_grad_() for x in (q, k, v)]
         out = parallel.attention(*leaves, layout, backend="hopper", **given)
@@ -145,8 +145,8 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(emulated: list[str], stages:
 def test_persistent_kernels_leave_multiprocessors_to_exchanges(reserved: int, programs: int):
     q, k, v = packed_qkv(generator(4), [300], [300], D=64, dtype=torch.bfloat16)
 
-    def one_rank(wire: Any) -> None:
-        parallel = ContextParallel.over(wire)
+    def one_rank(comm: Any) -> None:
+        parallel = ContextParallel.over(comm)
         parallel.reserved_processors = reserved
         layout = parallel.layout([0, 300])
         parallel.attention(q, k, v, layout, backend="hopper")

@@ -24,7 +24,7 @@ if shutil.which("cc") is None:
 from flashtile.distributed import ContextParallel
 
 from .fake_cuda import Driver, as_if_on_a_gpu, fake_driver
-from .silent_wire import SilentWire
+from .silent_communicator import SilentCommunicator
 
 # They launch nothing on a GPU.
 VIEWS = {
@@ -60,7 +60,7 @@ class Steps:
 
     def __init__(self, driver: Driver, by_host: bool, appends: bool, **options: Any) -> None:
         self.driver, self.by_host, self.options = driver, by_host, options
-        self.parallel = ContextParallel.over(SilentWire(0, 2))
+        self.parallel = ContextParallel.over(SilentCommunicator(0, 2))
         self.tensors = [torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16)]
         self.tensors += [torch.zeros(2, 512, 2, 64, dtype=torch.bfloat16) for _ in range(2)]
         if appends:

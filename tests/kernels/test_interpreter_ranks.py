@@ -19,7 +19,7 @@ from configurations import FULL
 from flashtile.backends import triton as backend
 from flashtile.distributed import ContextParallel, decode, executor
 from flashtile.testing import assert_close, attention_reference, generator, normal
-from flashtile.testing.wires import ThreadWire, run_ranks
+from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
@@ -70,7 +70,7 @@ def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.Monk
     case = Case(seed).rounded(dtype)
     ways = {"ulysses": case.ulysses, "stages": case.stages}
     results = run_ranks(
-        case.ranks, lambda wire: case.on_rank(ContextParallel.over(wire, **ways), dtype)
+        case.ranks, lambda comm: case.on_rank(ContextParallel.over(comm, **ways), dtype)
     )
     compare_rounded(case, results, dtype)
 
@@ -93,8 +93,8 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
     q, k, v, dout = (normal(g, 1, 96, heads, 16, dtype=dtype) for heads in (4, 2, 2, 4))
     given = {"causal": True, "window_size": (20, 0)}
 
-    def one_rank(wire: ThreadWire) -> list[torch.Tensor]:
-        parallel = ContextParallel.over(wire, ulysses=1, stages=stages)
+    def one_rank(comm: ThreadCommunicator) -> list[torch.Tensor]:
+        parallel = ContextParallel.over(comm, ulysses=1, stages=stages)
         layout = parallel.layout(seq_len=96, way="contiguous", grain=8)
         leaves = [layout.shard(x).requires_grad_() for x in (q, k, v)]
         out = parallel.attention(*leaves, layout, **given)
@@ -122,4 +122,4 @@ def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(decode.merge_op, "merge_parts", alone(merge_kernel.merge_parts))
     case = CacheCase(seed, ranks=2, dtype=torch.float32)
     case.options.pop("alibi_slopes", None)  # only on CPUs
-    compare(case, run_ranks(2, lambda wire: case.on_rank(ContextParallel.over(wire))))
+    compare(case, run_ranks(2, lambda comm: case.on_rank(ContextParallel.over(comm))))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
-class SilentWire:
-    """See `flashtile.distributed.collectives.Wire`. Nothing arrives, and all ranks agree."""
+class SilentCommunicator:
+    """See `flashtile.distributed.collectives.Communicator`: nothing arrives, and all ranks agree."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -16,7 +16,7 @@ class SilentWire:
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
-    ) -> SilentWire:
+    ) -> SilentCommunicator:
         """Send nothing."""
         return self
 
