@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SilentCommunicator:
-    """See `flashtile.distributed.collectives.Communicator`: nothing arrives, and all ranks agree."""
+    """A `Communicator` (`flashtile.distributed.collectives`): nothing arrives, and all agree."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
