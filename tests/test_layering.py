@@ -99,7 +99,7 @@ FOLDERS = {
 REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
     "cli": {"transformers", "triton"},
-    "integrations": {"diffusers", "transformers"},
+    "integrations": {"diffusers", "transformers", "vllm"},
     "models": {"transformers"},  # from_pretrained
     "backends": {"triton"},
     "ops": {"triton"},
