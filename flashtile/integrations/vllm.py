@@ -34,7 +34,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, name)
 
 
-class FlashtileBackend(AttentionBackend):  # type: ignore[misc]  # vLLM's classes are Any here
+class FlashtileBackend(AttentionBackend):
     """What vLLM may ask of flashtile. Pages may have any size."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
@@ -91,7 +91,7 @@ class FlashtileMetadata:
     causal: bool
 
 
-class FlashtileMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+class FlashtileMetadataBuilder(AttentionMetadataBuilder):
     """Attention stays outside of CUDA graphs: vLLM captures what is between the layers."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
@@ -123,7 +123,7 @@ class FlashtileMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
 
 
-class FlashtileImpl(AttentionImpl):  # type: ignore[misc]
+class FlashtileImpl(AttentionImpl):
     """The attention of one layer: it writes new keys to the cache and attends to the pages."""
 
     def __init__(
