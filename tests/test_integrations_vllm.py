@@ -191,6 +191,9 @@ def test_what_is_refused(backend: ModuleType) -> None:
     with pytest.raises(NotImplementedError, match="output_scale"):
         impl.forward(None, x, x, x, x, None, x, output_scale=x)
     assert impl.forward(None, x, x, x, x, None, torch.ones(2)).eq(0).all()  # a run for its memory
+    older = torch.ones(2, PAGES, PAGE, HEADS, HEAD_SIZE)  # a cache of earlier releases of vLLM
+    with pytest.raises(ValueError, match=r"kv_cache: got shape \(2, 12, 5, 4, 24\)"):
+        impl.do_kv_cache_update(None, x, x, older, torch.zeros(1))
     builder = backend.FlashtileMetadataBuilder(None, ["0"], None, torch.device("cpu"))
     common = step((1,), (0,), torch.zeros(1, 1, dtype=torch.int32))
     for field, value in (("causal", torch.ones(1)), ("rswa_prefix_lens", torch.ones(1))):

@@ -249,6 +249,12 @@ class FlashtileImpl(AttentionImpl):
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the keys and the values, each (pages, page_size, kv_heads, head_size)."""
+        want = self.num_kv_heads, 2 * self.head_size
+        if kv_cache.dim() != 4 or (kv_cache.shape[1], kv_cache.shape[3]) != want:
+            raise ValueError(
+                f"kv_cache: got shape {tuple(kv_cache.shape)}, want (pages, {want[0]}, page_size, "
+                f"{want[1]}), as in vLLM 0.33"
+            )
         if self.kv_cache_dtype in _FLOAT8:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
