@@ -17,7 +17,7 @@ from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, tokens
-from .call.prepare import QKV, Given, prepare, with_dropout_seed
+from .call.prepare import QKV, Keywords, prepare, with_dropout_seed
 from .call.score_function import outside_of_graphs
 from .gpu import memory as workspace
 
@@ -293,7 +293,7 @@ def attention_with_kvcache(
 def _run_cached(
     qkv: QKV,
     layout: Cached,
-    options: Given,
+    options: Keywords,
     backend: str | None,
     return_lse: Any,  # a flag as the caller gave it
     out: Tensor | None,
@@ -388,7 +388,7 @@ def workspace_size(
 def _run(
     qkv: QKV,
     layout: Layout,
-    options: Given,
+    options: Keywords,
     backend: str | None,
     return_lse: Any,  # a flag as the caller gave it
     return_attn_probs: Any,

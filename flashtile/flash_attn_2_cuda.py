@@ -20,7 +20,7 @@ from . import autograd
 from .api import attention_with_kvcache
 from .call import dispatch
 from .call.layouts import Dense, Packed
-from .call.prepare import QKV, Given, prepare
+from .call.prepare import QKV, Keywords, prepare
 from .operators import ops
 from .problem import Operands, lse_shape
 from .rng_state import draw_rng_state
@@ -269,7 +269,7 @@ def _options(
     window_size: tuple[int, int],
     softcap: float,
     **more: Any,
-) -> Given:
+) -> Keywords:
     """The options that all functions for training share, and `more`."""
     return {
         "softmax_scale": softmax_scale,
@@ -285,7 +285,7 @@ def _options(
 def _forward(
     qkv: QKV,
     layout: Dense | Packed,
-    options: Given,
+    options: Keywords,
     out: Tensor | None,
     return_softmax: bool,
     generator: torch.Generator | None,
@@ -310,7 +310,7 @@ def _forward(
 def backward(
     qkv: QKV,
     layout: Dense | Packed,
-    options: Given,
+    options: Keywords,
     results: tuple[Tensor, Tensor, Tensor],
     targets: tuple[Tensor | None, Tensor | None, Tensor | None],
     rng_state: Tensor | None = None,
@@ -329,7 +329,7 @@ def backward(
 def gradients(
     qkv: QKV,
     layout: Dense | Packed,
-    options: Given,
+    options: Keywords,
     results: tuple[Tensor, Tensor, Tensor],
     targets: tuple[Tensor | None, Tensor | None, Tensor | None],
     rng_state: Tensor | None = None,

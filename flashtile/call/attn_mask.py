@@ -16,14 +16,14 @@ from . import checks
 CPU_TILE, GPU_TILE = (256, 256), (128, 128)
 
 
-def with_masks(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_masks(q: Any, k: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of a call, with the two other masks combined into `bias` or `block_mask`.
 
     Raises:
         ValueError, TypeError: a mask does not fit q (batch, seq_q, heads, head_dim) and k (batch,
             seq_k, kv_heads, head_dim).
     """
-    options = dict(given)
+    options = dict(keywords)
     attn_mask, key_padding_mask = (options.pop(n, None) for n in ("attn_mask", "key_padding_mask"))
     if attn_mask is None and key_padding_mask is None:
         return options

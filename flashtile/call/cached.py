@@ -35,7 +35,7 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
             backend = dispatch.BACKENDS[problem.options.backend]
             return _attend(PreparedForward(problem, backend), operands, layout)
         problem = problem._replace(appending=None)
-    operands, qv = rotate_and_append(call), call.given.get("qv")
+    operands, qv = rotate_and_append(call), call.keywords.get("qv")
     if qv is not None:
         operands = with_folded_qv(operands, qv)
     if problem.layout != "packed":
@@ -66,12 +66,12 @@ def _as_packed(operands: Operands, problem: AttentionProblem) -> Operands:
     assert used is not None
     if operands.page_table is not None:
         k, v = gather_pages(k, v, operands.page_table, used)
-    given = operands.cu_seqlens_q
+    starts_q = operands.cu_seqlens_q
     return operands._replace(
-        q=q if given is not None else q.flatten(0, 1),
+        q=q if starts_q is not None else q.flatten(0, 1),
         k=k.flatten(0, 1),
         v=v.flatten(0, 1),
-        cu_seqlens_q=starts(problem.B, problem.M, q.device) if given is None else given,
+        cu_seqlens_q=starts(problem.B, problem.M, q.device) if starts_q is None else starts_q,
         cu_seqlens_k=starts(problem.B, problem.N, q.device),
         page_table=None,
     )

@@ -44,7 +44,7 @@ class Checked(NamedTuple):
     problem: AttentionProblem
     operands: Operands
     layout: Layout
-    given: Mapping[str, Any]  # options that the caller passed
+    keywords: Mapping[str, Any]  # options that the caller passed
     backend: str | None  # the one that the caller names
 
 

@@ -15,7 +15,7 @@ from . import dispatch
 from .dispatch import Checked, decide
 from .layouts import Cached, Layout
 from .options import OPTIONS
-from .prepare import Given, instead_of_decide
+from .prepare import Keywords, instead_of_decide
 
 
 class Verdict(NamedTuple):
@@ -110,7 +110,7 @@ def _explanation(call: Checked) -> Explanation:
         problem,
         verdicts,
         chosen,
-        hints=_hints(call.given, chosen),
+        hints=_hints(call.keywords, chosen),
         steps=_steps(call.problem, problem, call.layout),
         score_mod=_score_mod(problem.options),
     )
@@ -125,7 +125,7 @@ def _score_mod(options: Options) -> str:
     return f"score_mod: {count} operations, traced {times} times\n{shown}"
 
 
-def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
+def _hints(keywords: Keywords, chosen: str | None) -> tuple[str, ...]:
     """Each given hint, and whether the chosen backend honours it."""
     if chosen is None:
         return ()
@@ -133,7 +133,7 @@ def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
     hints = [name for name, option in OPTIONS.items() if option.kind == "hint"]
     found = []
     for name in ("num_splits", *hints):
-        value = given.get(name)
+        value = keywords.get(name)
         if value is None or (value == 0 and value is not False):
             continue
         shown = "..." if isinstance(value, Tensor) else value
@@ -141,7 +141,7 @@ def _hints(given: Given, chosen: str | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _steps(given: AttentionProblem, run: AttentionProblem, layout: Layout) -> tuple[str, ...]:
+def _steps(problem: AttentionProblem, run: AttentionProblem, layout: Layout) -> tuple[str, ...]:
     """The steps before the backend runs: appending to a cache, and gathering its pages."""
     if not isinstance(layout, Cached):
         return ()
@@ -150,7 +150,7 @@ def _steps(given: AttentionProblem, run: AttentionProblem, layout: Layout) -> tu
         how = "" if layout.rotary_cos is None else ", rotated"
         when = "" if run.appending is None else ", in the launch of the attention"
         steps.append(f"append the new keys and values to the cache{how}{when}")
-    if run.layout != given.layout:
-        how = "gather its pages into" if given.page_size else "view it as"
+    if run.layout != problem.layout:
+        how = "gather its pages into" if problem.page_size else "view it as"
         steps.append(f"chunked prefill: {how} packed sequences of {run.N} tokens")
     return tuple(steps)

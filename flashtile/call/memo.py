@@ -24,7 +24,7 @@ from . import dispatch
 from .layouts import Cached, Layout
 
 QKV = tuple[Tensor, Tensor, Tensor]
-Given = Mapping[str, Any]  # options that the caller passed, by the names in `options`
+Keywords = Mapping[str, Any]  # options that the caller passed, by the names in `options`
 Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the operands, of the arguments and None
 
 
@@ -49,27 +49,27 @@ _is_transformed = torch._C._are_functorch_transforms_active
 decisions: Memo[Any, Decision] = Memo(4096)  # by the keys of calls
 
 
-def arguments_of(qkv: QKV, layout: Layout, given: Given, *asked: Any) -> tuple[Any, ...]:
+def arguments_of(qkv: QKV, layout: Layout, keywords: Keywords, *further: Any) -> tuple[Any, ...]:
     """The arguments of the call that decide it."""
     # It grows with each new token, and is checked separately.
     if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
-        asked += ("a number of tokens",)
+        further += ("a number of tokens",)
         layout = layout._replace(cache_seqlens=None)
-    if _MASKS.isdisjoint(given):
-        return (*qkv, *layout, *given.values(), *asked)
-    values, mask = dict(given), given.get("block_mask")
+    if _MASKS.isdisjoint(keywords):
+        return (*qkv, *layout, *keywords.values(), *further)
+    values, mask = dict(keywords), keywords.get("block_mask")
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
         values["block_mask"] = None
-        asked += (*tile_operands(mask).values(), mask.lengths)
-    if isinstance(given.get("mask"), Spans):
+        further += (*tile_operands(mask).values(), mask.lengths)
+    if isinstance(keywords.get("mask"), Spans):
         values["mask"] = None
-        asked += tuple(given["mask"])
-    return (*qkv, *layout, *values.values(), *asked)
+        further += tuple(keywords["mask"])
+    return (*qkv, *layout, *values.values(), *further)
 
 
-def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = False) -> Any:
-    """A key of all that decides a call, and on a GPU also its launches: what the arguments `given`
-    are like, and the global state.
+def key_of(names: tuple[Any, ...], arguments: tuple[Any, ...], with_strides: bool = False) -> Any:
+    """A key of all that decides a call, and on a GPU also its launches: what its `arguments` are
+    like, and the global state.
 
     Args:
         names: those of the arguments, which differ from call to call.
@@ -80,12 +80,12 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
         that a check will refuse). Under a tracer, whose sizes are symbols, there is none either;
         callers do not ask there.
     """
-    types = tuple(map(type, given))  # True is no number here, though it equals 1
+    types = tuple(map(type, arguments))  # True is no number here, though it equals 1
     indices = _indices_by_type(types)
     if indices is None:
         return None
-    with_launches = _has_launches(given[0])
-    device = given[0].device
+    with_launches = _has_launches(arguments[0])
+    device = arguments[0].device
     facts: list[Any] = [
         device,
         _is_grad_enabled(),
@@ -97,10 +97,10 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
         with_launches and allows_tf32(),
         names,
         types,
-        indices.plain_values(given),
+        indices.plain_values(arguments),
     ]
     for index in indices.tensors:
-        x = given[index]
+        x = arguments[index]
         # Tensors of other layouts have no shape or no strides; a check refuses those elsewhere.
         if x.is_nested or x.layout is not _STRIDED or x.device != device:
             return None
@@ -114,10 +114,10 @@ def key_of(names: tuple[Any, ...], given: tuple[Any, ...], with_strides: bool = 
         elif with_strides:
             facts.append(x.stride())
     for index in indices.tuples:
-        item_types = tuple(map(type, given[index]))
+        item_types = tuple(map(type, arguments[index]))
         if not _PLAIN.issuperset(item_types):
             return None
-        facts += (item_types, given[index])
+        facts += (item_types, arguments[index])
     return tuple(facts)
 
 
@@ -146,7 +146,7 @@ def _indices_by_type(types: tuple[type, ...]) -> ArgumentIndices | None:
         tuple(index for index, kind in enumerate(types) if kind in wanted)
         for wanted in (_PLAIN - {type(None)}, _TENSORS, _TUPLES)
     )
-    pick = itemgetter(*plain) if plain else lambda given: ()
+    pick = itemgetter(*plain) if plain else lambda arguments: ()
     return ArgumentIndices(pick, tensors, tuples)
 
 
@@ -154,12 +154,12 @@ def decision_of(
     problem: AttentionProblem,
     operands: Operands,
     layout: Layout,
-    given: Given,
+    keywords: Keywords,
     arguments: tuple[Any, ...],
 ) -> Decision:
     """The decision for a checked call, whose `arguments` are those of `arguments_of`."""
-    has_optional_tensors = any(x is not None for x in (*operands[3:], given.get("qv")))
-    pick = _pick(operands, layout, given, arguments)
+    has_optional_tensors = any(x is not None for x in (*operands[3:], keywords.get("qv")))
+    pick = _pick(operands, layout, keywords, arguments)
     prepares = problem.device_type == "cuda" and pick is not None
     if isinstance(layout, Cached):
         # Nothing is appended before the forward, and the keys stay where they are.
@@ -172,12 +172,12 @@ def decision_of(
 
 
 def _pick(
-    operands: Operands, layout: Layout, given: Given, arguments: tuple[Any, ...]
+    operands: Operands, layout: Layout, keywords: Keywords, arguments: tuple[Any, ...]
 ) -> Pick | None:
     """How to find the operands of calls like this one among their arguments, so that the key has
     all that decides their launches; None if an operand is none of the arguments.
     """
-    names = ("q", "k", "v", *(_OPERANDS.get(name, name) for name in layout._fields), *given)
+    names = ("q", "k", "v", *(_OPERANDS.get(name, name) for name in layout._fields), *keywords)
     by_name = dict(zip(names, enumerate(arguments), strict=False))
     by_identity = {id(x): number for number, x in enumerate(arguments)}
     times = Counter(map(id, arguments))

@@ -173,10 +173,10 @@ SCORE_NUMBERS = NUMBERS.keys() & (FlashOptions.__optional_keys__ | ScoreOptions.
 TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "tensor")
 
 
-def refuse_unknown(given: Mapping[str, Any], kind: Any, function: Callable[..., Any]) -> None:
+def refuse_unknown(keywords: Mapping[str, Any], kind: Any, function: Callable[..., Any]) -> None:
     """Raise TypeError for options that `function`, whose class of options is `kind`, lacks."""
-    if not kind.__optional_keys__.issuperset(given):
-        unknown = [name for name in given if name not in kind.__optional_keys__]
+    if not kind.__optional_keys__.issuperset(keywords):
+        unknown = [name for name in keywords if name not in kind.__optional_keys__]
         raise unexpected_keywords(unknown, function)
 
 
@@ -190,15 +190,15 @@ def accepts(kind: Any) -> Callable[[_Function], _Function]:
 
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        given = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        leading = [p for p in given if p.kind is not Parameter.KEYWORD_ONLY]
+        own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        leading = [p for p in own if p.kind is not Parameter.KEYWORD_ONLY]
         keywords = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=text)
             for (name, option), text in zip(
                 options_of(kind).items(), map(type_text, kind.__annotations__.values()), strict=True
             )
         ]
-        parameters = [*leading, *keywords, *given[len(leading) :]]
+        parameters = [*leading, *keywords, *own[len(leading) :]]
         # `inspect` reads this attribute, which the type of functions lacks.
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function

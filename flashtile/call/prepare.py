@@ -32,7 +32,7 @@ from .attn_mask import with_masks
 from .dispatch import Checked, decide
 from .fold_qv import with_folded_qv, with_placeholders
 from .layouts import Cached, Dense, Layout, Packed
-from .memo import QKV, Given
+from .memo import QKV, Keywords
 from .options import NUMBERS, TENSORS
 from .score_function import CAPTURED, with_score_mod
 
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     problem: AttentionProblem  # `options.backend` names the backend
     operands: Operands  # a cached call's new tokens and `qv` are not applied yet
     layout: Layout  # as given, but in the dtypes that autocast requires
-    given: Given  # likewise
+    keywords: Keywords  # likewise
     forward: PreparedForward | None = None  # if an equal call has been made before
 
 
@@ -58,7 +58,7 @@ instead_of_decide = ContextVar("instead_of_decide", default=None)
 def prepare(
     qkv: QKV,
     layout: Layout,
-    given: Given,
+    keywords: Keywords,
     backend: str | None = None,
     out: Tensor | None = None,
     wants_probabilities: bool = False,
@@ -79,34 +79,34 @@ def prepare(
     if current_layout.blocks:
         current_layout.refuse_local_attention()
     if not is_read:
-        qkv, layout, given = read(qkv, layout, given)
+        qkv, layout, keywords = read(qkv, layout, keywords)
     compiling = torch.compiler.is_compiling()
     stop = None if compiling else instead_of_decide.get()
     key = None
     if not compiling and stop is None:
-        arguments = memo.arguments_of(qkv, layout, given, backend, wants_probabilities)
+        arguments = memo.arguments_of(qkv, layout, keywords, backend, wants_probabilities)
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
-        key = memo.key_of((type(layout), *given), arguments, with_strides=is_cached)
+        key = memo.key_of((type(layout), *keywords), arguments, with_strides=is_cached)
         decision = None if key is None else memo.decisions.get(key)
         if decision is not None:
-            return _decided(decision, arguments, qkv, layout, given, out)
-    operands, options = describe(qkv, layout, given)
-    checks.memory_and_values(layout, operands, options, out, given.get("seqused_k"))
+            return _decided(decision, arguments, qkv, layout, keywords, out)
+    operands, options = describe(qkv, layout, keywords)
+    checks.memory_and_values(layout, operands, options, out, keywords.get("seqused_k"))
     if backend is not None:
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(wants_probabilities=wants_probabilities)
-    call = Checked(problem, operands, layout, given, backend)
+    call = Checked(problem, operands, layout, keywords, backend)
     if stop is not None:
         stop(call)
     problem = decide(call)
     if key is not None:  # a tracer, for which there is none, cannot follow `decision_of`
-        decision = memo.decision_of(problem, operands, layout, given, arguments)
+        decision = memo.decision_of(problem, operands, layout, keywords, arguments)
         memo.decisions[key] = decision
     if isinstance(layout, Cached):  # replace the placeholders of `with_placeholders`
         operands = operands._replace(q=qkv[0], k=qkv[1])
-    return Prepared(problem, operands, layout, given)
+    return Prepared(problem, operands, layout, keywords)
 
 
 def _decided(
@@ -114,7 +114,7 @@ def _decided(
     arguments: tuple[Any, ...],
     qkv: QKV,
     layout: Layout,
-    given: Given,
+    keywords: Keywords,
     out: Tensor | None,
 ) -> Prepared:
     """A call like an earlier one."""
@@ -124,31 +124,31 @@ def _decided(
     if pick is not None:
         operands = new_tuple(Operands, pick((*arguments, None)))
     else:
-        operands = _operands(qkv, layout, given)
-        qv = given.get("qv")
+        operands = _operands(qkv, layout, keywords)
+        qv = keywords.get("qv")
         if qv is not None and not isinstance(layout, Cached):
             operands = with_folded_qv(operands, qv)
     is_on_gpu = problem.device_type == "cuda"
     checks_values = has_optional_tensors and not (is_on_gpu and not checks.checks_values_on_gpu())
     if checks_values or out is not None or operands.workspace is not None:
-        checks.memory_and_values(layout, operands, problem.options, out, given.get("seqused_k"))
-    return new_tuple(Prepared, (problem, operands, layout, given, forward))
+        checks.memory_and_values(layout, operands, problem.options, out, keywords.get("seqused_k"))
+    return new_tuple(Prepared, (problem, operands, layout, keywords, forward))
 
 
-def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]:
+def describe(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[Operands, Options]:
     """Check a call, except for memory and values, and describe it.
 
     Returns:
         Its tensors (placeholders for a cached call with `qv`), and its numbers without a backend.
     """
     q, k, v = qkv
-    qv = given.get("qv")
+    qv = keywords.get("qv")
     if isinstance(layout, Dense):
         checks.dense(q, k, v)
     elif isinstance(layout, Packed):
         checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
         batch = layout.cu_seqlens_q.shape[0] - 1
-        checks.per_sequence("seqused_k", given.get("seqused_k"), q, batch)
+        checks.per_sequence("seqused_k", keywords.get("seqused_k"), q, batch)
         checks.per_sequence("leftpad_k", layout.leftpad_k, q, batch)
         for name in ("max_seqlen_q", "max_seqlen_k"):
             layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
@@ -156,18 +156,18 @@ def describe(qkv: QKV, layout: Layout, given: Given) -> tuple[Operands, Options]
         checks.cached(q, k, v, layout)
     if qv is not None:
         checks.folded_qv(qv, q, v)
-    metadata = given.get("scheduler_metadata")
-    checks.performance_hints(given.get("pack_gqa"), given.get("sm_margin", 0), metadata, q)
-    if given.get("mask") is not None:
-        checks.spans(given["mask"], q)
-    if given.get("block_mask") is not None:
-        given = {**given, "block_mask": _block_mask(given["block_mask"], layout, q, k)}
-    operands = _operands(qkv, layout, given)
+    metadata = keywords.get("scheduler_metadata")
+    checks.performance_hints(keywords.get("pack_gqa"), keywords.get("sm_margin", 0), metadata, q)
+    if keywords.get("mask") is not None:
+        checks.spans(keywords["mask"], q)
+    if keywords.get("block_mask") is not None:
+        keywords = {**keywords, "block_mask": _block_mask(keywords["block_mask"], layout, q, k)}
+    operands = _operands(qkv, layout, keywords)
     B, M, N = layout.sizes(q, k)
     if qv is not None:
         fold = with_placeholders if isinstance(layout, Cached) else with_folded_qv
         operands = fold(operands, qv)
-    options = _numbers(given, operands.q.shape[-1], M, N)
+    options = _options(keywords, operands.q.shape[-1], M, N)
     checks.optional_tensors(operands, B, M, N)
     has_tables = operands.alibi_slopes is not None or operands.relative_bias is not None
     if torch.is_grad_enabled() and (has_tables or options.score_mod):
@@ -212,27 +212,27 @@ def check_indices(problem: AttentionProblem, operands: Operands) -> None:
         checker.check_indices(problem, operands)
 
 
-def read(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
+def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Keywords]:
     """Cast the arguments as autocast requires, make numbers plain so that a memo can use them in a
     key, combine the mask tensors and trace the score function.
     """
     if is_any_autocast_on() and is_autocasting(qkv[0]):
-        qkv, layout, given = _cast(qkv, layout, given)
-    sides = given.get("window_size")
+        qkv, layout, keywords = _cast(qkv, layout, keywords)
+    sides = keywords.get("window_size")
     if sides is not None and type(sides) is not tuple:
-        given = {**given, "window_size": checks.window(sides)}
+        keywords = {**keywords, "window_size": checks.window(sides)}
     if isinstance(layout, Cached):
         if layout.cu_seqlens_q is not None and type(layout.max_seqlen_q) is not int:
             longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
             layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
-    elif "attn_mask" in given or "key_padding_mask" in given:
-        given = with_masks(*qkv[:2], given)
-    if "score_mod" in given:
-        given = with_score_mod(*qkv[:2], given)
-    return qkv, layout, given
+    elif "attn_mask" in keywords or "key_padding_mask" in keywords:
+        keywords = with_masks(*qkv[:2], keywords)
+    if "score_mod" in keywords:
+        keywords = with_score_mod(*qkv[:2], keywords)
+    return qkv, layout, keywords
 
 
-def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
+def _cast(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Keywords]:
     """Cast as autocast casts the inputs of PyTorch's own operations. A cache never changes: queries
     and new tokens get its dtype or, if the cache is float8, the dtype of autocast.
     """
@@ -245,22 +245,22 @@ def _cast(qkv: QKV, layout: Layout, given: Given) -> tuple[QKV, Layout, Given]:
         layout = layout._replace(**dict(zip(("k_new", "v_new"), new, strict=True)))
     else:
         k, v = cast_input(k, dtype), cast_input(v, dtype)
-    if given.get("qv") is not None:
-        given = {**given, "qv": cast_input(given["qv"], dtype)}
-    return (cast_input(q, dtype), k, v), layout, given
+    if keywords.get("qv") is not None:
+        keywords = {**keywords, "qv": cast_input(keywords["qv"], dtype)}
+    return (cast_input(q, dtype), k, v), layout, keywords
 
 
-def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
+def _operands(qkv: QKV, layout: Layout, keywords: Keywords) -> Operands:
     """The tensors of a call, without `qv`; a block mask is one of ours."""
     operands = layout.operands(*qkv)
-    tensors = {name: x for name, x in given.items() if x is not None and name in TENSORS}
-    mask = given.get("block_mask")
+    tensors = {name: x for name, x in keywords.items() if x is not None and name in TENSORS}
+    mask = keywords.get("block_mask")
     if mask is not None:
         tensors |= tile_operands(mask)
-    spans = given.get("mask")
+    spans = keywords.get("mask")
     if spans is not None:
         tensors |= {"span_starts": spans.starts, "span_stops": spans.stops}
-    tensors |= {name: given[name] for name in CAPTURED if given.get(name) is not None}
+    tensors |= {name: keywords[name] for name in CAPTURED if keywords.get(name) is not None}
     if not tensors:
         return operands
     bias = tensors.get("bias")
@@ -271,7 +271,7 @@ def _operands(qkv: QKV, layout: Layout, given: Given) -> Operands:
     return operands._replace(**tensors)
 
 
-def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
+def _options(keywords: Keywords, head_dim: int, M: int, N: int) -> Options:
     """The numbers of a call, checked and normalised.
 
     The defaults that are floats stand here as literals: `torch.compile(dynamic=True)` makes floats
@@ -279,15 +279,15 @@ def _numbers(given: Given, head_dim: int, M: int, N: int) -> Options:
     """
     numbers: dict[str, Any] = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0}
     for name, option in NUMBERS.items():
-        if name in given and not (given[name] is None and option.takes_none):
-            numbers[name] = option.check(name, given[name])
+        if name in keywords and not (keywords[name] is None and option.takes_none):
+            numbers[name] = option.check(name, keywords[name])
     if torch.are_deterministic_algorithms_enabled():
         numbers["deterministic"] = True
-    causal = checks.flag("causal", given.get("causal", False))
-    left, right = checks.window(given.get("window_size")).under(causal)
+    causal = checks.flag("causal", keywords.get("causal", False))
+    left, right = checks.window(keywords.get("window_size")).under(causal)
     if numbers["softmax_scale"] is None:
         numbers["softmax_scale"] = head_dim**-0.5  # of the true, unpadded head dim
-    numbers["score_mod"] = given.get("score_mod") or ""
+    numbers["score_mod"] = keywords.get("score_mod") or ""
     return Options(M, N, window_left=left, window_right=right, **numbers)
 
 

@@ -22,14 +22,14 @@ def outside_of_graphs(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function)
 
 
-def with_score_mod(q: Any, k: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_score_mod(q: Any, k: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of a call, with the program of its score function and the operands in `CAPTURED`.
 
     Raises:
         TypeError, ValueError: it is no function, or its result is not one score.
         NotImplementedError: it cannot be traced; the message names the operation.
     """
-    options = dict(given)
+    options = dict(keywords)
     function = options.pop("score_mod")
     if function is None:
         return options

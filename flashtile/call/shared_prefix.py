@@ -77,23 +77,25 @@ def _attend_to_prefix(
     layout = Cached(prefix_len, table, rows if rows is None else rows[:1])
     if table is None and rows is None:
         k, v = k[:1], v[:1]
-    given = {name: x for name, x in call.given.items() if name not in _LEFT_TO_THE_REST}
+    keywords = {name: x for name, x in call.keywords.items() if name not in _LEFT_TO_THE_REST}
     for name in ("k_descale", "v_descale"):
-        if given.get(name) is not None:
-            given[name] = given[name][:1]
-    if given.get("qv") is not None:
-        given["qv"] = _as_one_sequence(given["qv"])
+        if keywords.get(name) is not None:
+            keywords[name] = keywords[name][:1]
+    if keywords.get("qv") is not None:
+        keywords["qv"] = _as_one_sequence(keywords["qv"])
     positions, options = _positions(operands, call), call.problem.options
     if options.window_left is not None or (options.window_right or 0) < 0:
         # The window may leave out keys of the prefix.
-        given["mask"] = _spans(positions, options, prefix_len)
+        keywords["mask"] = _spans(positions, options, prefix_len)
     slopes = operands.alibi_slopes
     if slopes is not None:
         slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
         key = torch.arange(1 - prefix_len, 1, device=q.device)
-        given["bias"] = (slopes[:, None] * key)[:, None]  # as seen from the last key of the prefix
+        keywords["bias"] = (slopes[:, None] * key)[
+            :, None
+        ]  # as seen from the last key of the prefix
     out, lse = cached.append_and_attend(
-        prepare((_as_one_sequence(q), k, v), layout, given, backend)
+        prepare((_as_one_sequence(q), k, v), layout, keywords, backend)
     )
     lse = lse[0].T
     if slopes is not None:
@@ -144,7 +146,7 @@ def _attend_to_suffix(
         cu_seqlens_q=layout.cu_seqlens_q,
         max_seqlen_q=layout.max_seqlen_q,
     )
-    out, lse = cached.append_and_attend(prepare((q, k, v), suffix, call.given, backend))
+    out, lse = cached.append_and_attend(prepare((q, k, v), suffix, call.keywords, backend))
     if layout.cu_seqlens_q is not None:
         return out, lse.T
     return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
@@ -157,8 +159,8 @@ def _as_one_sequence(x: Tensor) -> Tensor:
 
 def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
     """Raise unless the call can be made in two parts; nothing has been written yet."""
-    operands, options, given = call.operands, call.problem.options, call.given
-    for name, value in given.items():
+    operands, options, keywords = call.operands, call.problem.options, call.keywords
+    for name, value in keywords.items():
         if value is not None and name not in _ALLOWED:
             raise _refusal(name)
     if options.attention_chunk > 0:
@@ -166,7 +168,7 @@ def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
     if operands.alibi_slopes is not None and operands.alibi_slopes.dim() > 1:
         raise _refusal("alibi_slopes for each sequence")
     for name in ("k_descale", "v_descale"):
-        if given.get(name) is not None and given[name].dim() > 2:
+        if keywords.get(name) is not None and keywords[name].dim() > 2:
             raise _refusal(f"{name} for each block of keys")
     if layout.cache_leftpad is not None:
         raise _refusal("cache_leftpad")
