@@ -38,12 +38,14 @@ def versions() -> dict[str, str | None]:
 
 def cpu() -> dict[str, object]:
     """Model, threads that PyTorch uses, vector instructions."""
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return {
         "model": _cpu_model(),
         "threads": torch.get_num_threads(),
         "vectors": torch.backends.cpu.get_cpu_capability(),
-        "features": {name: bool(known[name]) for name in CPU_FEATURES if name in known},
+        "features": {
+            name: bool(capabilities[name]) for name in CPU_FEATURES if name in capabilities
+        },
     }
 
 

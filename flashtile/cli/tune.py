@@ -266,14 +266,14 @@ def write(tiles: dict[str, list[int]], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
     path = folder / (re.sub(r"\W+", "-", device) + ".json")
-    known = tuned.read(path).tiles if path.is_file() else {}
-    found = {
+    earlier = tuned.read(path).tiles if path.is_file() else {}
+    content = {
         "device": device,
         "capability": torch.cuda.get_device_capability(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "tiles": known | tiles,
+        "tiles": earlier | tiles,
     }
     whole = path.with_suffix(".new")  # other processes may read the file meanwhile
-    whole.write_text(json.dumps(found, indent=1) + "\n")
+    whole.write_text(json.dumps(content, indent=1) + "\n")
     return whole.replace(path)

@@ -47,7 +47,9 @@ def verify_across_ranks(
         record: dict[str, Any] = {"facts": {name: str(fact) for name, fact in facts.items()}}
     except Exception as error:  # whatever it is, the other ranks wait to be told
         reason = error
-        kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), "")
+        kind = next(
+            (name for name, error_type in _ERRORS.items() if isinstance(error, error_type)), ""
+        )
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         record = {"kind": kind, "error": text}
     records = all_gather_objects(comm, record)

@@ -342,8 +342,8 @@ def local_inputs(
     labels = given.pop("labels", None)
     inputs: dict[str, Any] = {name: layout.shard(x, 1) for name, x in given.items()}
     device = next((x.device for x in (*inputs.values(), labels) if x is not None), None)
-    known = layout.positions if device is None else layout.positions_on(device)
-    positions = known.repeat(max(layout.sequences, 1), 1)
+    positions = layout.positions if device is None else layout.positions_on(device)
+    positions = positions.repeat(max(layout.sequences, 1), 1)
     # The attention that gets this object knows that it belongs to a layout.
     positions.flashtile_layout = layout  # type: ignore[attr-defined]  # an attribute of our own
     inputs["position_ids"] = positions

@@ -153,10 +153,10 @@ class TileMap(NamedTuple):
         # On the CPU the values themselves are compared, because NumPy and `.data` change them
         # without a new version. On a GPU only the version is: the rest would have to be waited for.
         state = kinds._version if kinds.is_cuda else kinds.numpy().tobytes()
-        known = _known.get(mask)
-        if known is None or known[0] != state:
-            known = _known[mask] = state, cls._read(mask)
-        return known[1]
+        entry = _tile_maps.get(mask)
+        if entry is None or entry[0] != state:
+            entry = _tile_maps[mask] = state, cls._read(mask)
+        return entry[1]
 
     @classmethod
     def _read(cls, mask: BlockMask) -> TileMap:
@@ -194,7 +194,7 @@ class TileMap(NamedTuple):
         return self.columns[document if len(self.columns) > 1 else 0]
 
 
-_known: WeakKeyDictionary[BlockMask, tuple[int | bytes, TileMap]] = WeakKeyDictionary()
+_tile_maps: WeakKeyDictionary[BlockMask, tuple[int | bytes, TileMap]] = WeakKeyDictionary()
 
 
 Facts = tuple[Window | Chunk, ...]
@@ -437,7 +437,7 @@ def refine(shard_map: ShardMap, work: Work, slack: float = 0.02, limit: int = 20
 def _best_exchange(
     heavy: list[Piece], light: list[Piece], want: float, work: Work
 ) -> _Exchange | None:
-    known = {piece.document for piece in light}
+    documents = {piece.document for piece in light}
     held = sum(piece.tokens for piece in light)
     best: _Exchange | None = None
     for dear in heavy:
@@ -453,7 +453,7 @@ def _best_exchange(
             gain = _gain(dear, cheap, tokens, work)
             if not 0 < gain <= 1.6 * want:
                 continue
-            fetched = 0 if dear.document in known else dear.stop
+            fetched = 0 if dear.document in documents else dear.stop
             score = abs(want - gain) / want + 0.5 * fetched / held
             if best is None or score < best.score:
                 best = _Exchange(score, dear, cheap, tokens, gain)
