@@ -131,14 +131,14 @@ def _hints(keywords: Keywords, chosen: str | None) -> tuple[str, ...]:
         return ()
     honoured = dispatch.BACKENDS[chosen].HINTS
     hints = [name for name, option in OPTIONS.items() if option.kind == "hint"]
-    found = []
+    lines = []
     for name in ("num_splits", *hints):
         value = keywords.get(name)
         if value is None or (value == 0 and value is not False):
             continue
         shown = "..." if isinstance(value, Tensor) else value
-        found.append(f"{name}={shown} {'honoured' if name in honoured else 'ignored'} by {chosen}")
-    return tuple(found)
+        lines.append(f"{name}={shown} {'honoured' if name in honoured else 'ignored'} by {chosen}")
+    return tuple(lines)
 
 
 def _steps(problem: AttentionProblem, run: AttentionProblem, layout: Layout) -> tuple[str, ...]:

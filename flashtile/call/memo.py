@@ -179,14 +179,14 @@ def _pick(
     """
     names = ("q", "k", "v", *(_OPERANDS.get(name, name) for name in layout._fields), *keywords)
     by_name = dict(zip(names, enumerate(arguments), strict=False))
-    by_identity = {id(x): number for number, x in enumerate(arguments)}
+    by_identity = {id(x): index for index, x in enumerate(arguments)}
     times = Counter(map(id, arguments))
-    found = []
+    indices = []
     for name, x in operands._asdict().items():
-        number, same = by_name.get(name, (-1, None))
+        index, same = by_name.get(name, (-1, None))
         if x is not None and same is not x:  # an argument that is given twice has to have its name
             if times[id(x)] != 1:
                 return None
-            number = by_identity[id(x)]
-        found.append(-1 if x is None else number)
-    return itemgetter(*found)
+            index = by_identity[id(x)]
+        indices.append(-1 if x is None else index)
+    return itemgetter(*indices)

@@ -307,5 +307,5 @@ def _with_gradients(options: Options, operands: Operands) -> Options:
     if not (options.score_mod and any(map(records, operands))):
         return options
     dtype = lse_dtype(operands.q.dtype)
-    found = derivative(options.score_mod, dtype, records(operands.captured))
-    return options._replace(score_mod_gradient=found)
+    program = derivative(options.score_mod, dtype, records(operands.captured))
+    return options._replace(score_mod_gradient=program)

@@ -42,6 +42,5 @@ def with_score_mod(q: Any, k: Any, keywords: Mapping[str, Any]) -> Mapping[str, 
         return options
     if q.numel() == 0 or k.numel() == 0:  # there are no scores
         return options
-    found = described(function, lse_dtype(q.dtype), q.device)
-    captured = dict(zip(CAPTURED, found[1:], strict=True))
-    return {**options, "score_mod": found.program, **captured}
+    program, *tensors = described(function, lse_dtype(q.dtype), q.device)
+    return {**options, "score_mod": program, **dict(zip(CAPTURED, tensors, strict=True))}

@@ -37,16 +37,16 @@ def run(args: argparse.Namespace) -> int:
     asked = DistributionFinder.Context(name="flash-attn", path=[str(folder)])
     there = next(iter(MetadataPathFinder.find_distributions(asked)), None)  # of the folder only
     ours = there if there and (there.read_text("INSTALLER") or "").strip() == OWNER else None
-    found = PathFinder.find_spec("flash_attn", [str(folder), *sys.path])
+    spec = PathFinder.find_spec("flash_attn", [str(folder), *sys.path])
     if args.action == "status":
-        print(status(folder, ours, found is not None))
+        print(status(folder, ours, spec is not None))
         return 0
     if args.action == "uninstall":
         if ours is None:
             print(f"nothing to remove: no flash-attn of {OWNER} in {folder}", file=sys.stderr)
             return 1
         return uninstall(folder, ours)
-    if found is not None or there is not ours:
+    if spec is not None or there is not ours:
         print(
             "the real flash-attn is installed; want it uninstalled first "
             "(pip uninstall flash-attn), or flash_attn.install(force=True) in a program",

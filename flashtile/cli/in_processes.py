@@ -46,12 +46,12 @@ def _attempt(function: Callable[[Item], Result], item: Item) -> Result | Excepti
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def with_progress(found: Iterator[Any], count: int, what: str) -> Iterator[Any]:
+def with_progress(results: Iterator[Any], count: int, what: str) -> Iterator[Any]:
     """The same, with a bar in a terminal, else with a line for each."""
     begin, end = ("\r", "") if sys.stdout.isatty() else ("", "\n")
-    for number, item in enumerate(found, 1):
-        bar = ("#" * (BAR * number // count)).ljust(BAR, ".")
-        print(f"{begin}{what} [{bar}] {number} of {count}", end=end, flush=True)
+    for done, item in enumerate(results, 1):
+        bar = ("#" * (BAR * done // count)).ljust(BAR, ".")
+        print(f"{begin}{what} [{bar}] {done} of {count}", end=end, flush=True)
         yield item
     if not end:
         print()

@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the result of `collect`."""
-    found = collect()
-    print(json.dumps(found, indent=1) if args.json else as_text(found))
+    report = collect()
+    print(json.dumps(report, indent=1) if args.json else as_text(report))
     return 0
 
 
@@ -58,9 +58,9 @@ def support(backend: str, device: str) -> dict[str, list[str]]:
     for name in DTYPES:
         x = torch.empty(1, LENGTH, 1, HEAD_DIM, dtype=getattr(torch, name), device=device)
         problem = AttentionProblem.of(Operands(x, x, x), options)
-        found = dispatch.BACKENDS[backend].unsupported_reasons(problem)
-        if found:
-            objections += found
+        reasons = dispatch.BACKENDS[backend].unsupported_reasons(problem)
+        if reasons:
+            objections += reasons
         else:
             works.append(name)
     return {"dtypes": works, "reasons": list(dict.fromkeys(objections))}
@@ -92,35 +92,35 @@ def caches() -> dict[str, dict[str, Any]]:
     return {"triton": {"folder": str(folder), "files": len(files), "mib": round(mib, 1)}}
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(report: dict[str, Any]) -> str:
     """The result of `collect` as text."""
-    cpu = found["cpu"]
+    cpu = report["cpu"]
     features = ", ".join(name for name, there in cpu["features"].items() if there)
     absent = ", ".join(name for name, there in cpu["features"].items() if not there)
     lines = [
         f"{name:<14}{value or 'not installed'}"
-        for name, value in found["versions"].items()
+        for name, value in report["versions"].items()
         if name != "commit" or value  # a wheel has no commit
     ]
     lines += ["", f"{'cpu':<14}{cpu['model']}, {cpu['threads']} threads, {cpu['vectors']}"]
     lines += [f"{'':<14}has {features or 'none of the listed features'}; lacks {absent or 'none'}"]
-    for gpu in found["gpus"]:
+    for gpu in report["gpus"]:
         lines.append(
             f"{gpu['device']:<14}{gpu['name']}, capability {gpu['capability']}, "
             f"{gpu['memory_gib']} GiB, {gpu['multiprocessors']} multiprocessors"
         )
     lines += ["", "backends, in order of preference"]
-    for name, devices in found["backends"].items():
+    for name, devices in report["backends"].items():
         for device, answer in devices.items():
             yes = f"yes: {', '.join(answer['dtypes'])}" if answer["dtypes"] else "no"
             lines.append(f"  {name:<8} on {device:<8} {yes}")
             lines += [f"{'':<22}- {reason}" for reason in answer["reasons"]]
-    lines += ["", *(f"{'transformers':<14}{text}" for text in found["transformers"].values())]
-    for name, cache in found["caches"].items():
+    lines += ["", *(f"{'transformers':<14}{text}" for text in report["transformers"].values())]
+    for name, cache in report["caches"].items():
         lines.append(
             f"{name + ' cache':<14}{cache['folder']}: {cache['files']} files, {cache['mib']} MiB"
         )
-    lines += [f"{'environment':<14}{text}" for text in _environment(found["environment"])]
+    lines += [f"{'environment':<14}{text}" for text in _environment(report["environment"])]
     return "\n".join(lines)
 
 

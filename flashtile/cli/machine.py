@@ -138,11 +138,11 @@ def commit() -> str | None:
 
 def provenance(device: str, command: str) -> dict[str, str | None]:
     """The origin of a measurement, which every line of a result contains."""
-    found = versions()
+    packages = versions()
     return {
         "command": command,
         "date": date.today().isoformat(),
         "commit": commit(),
         "device": device_name(device),
-        **{name: found[name] for name in ("flashtile", "torch", "triton", "python")},
+        **{name: packages[name] for name in ("flashtile", "torch", "triton", "python")},
     }

@@ -97,17 +97,17 @@ def calls_of(config: Config, purpose: str, page_size: int) -> list[Call]:
     """The calls of a model; raises what `layers_of` raises."""
     config = text_config(config)
     dtype, layers = dtype_of(config), layers_of(config)
-    found = []
+    calls = []
     for kind in PURPOSES[purpose]:
         if kind != "decoding":
-            found += [Call(x, dtype, kind, length) for x in layers for length in LENGTHS]
+            calls += [Call(x, dtype, kind, length) for x in layers for length in LENGTHS]
             continue
         latent = latent_decoding(config)
         decoding = layers if latent is None else [latent]
-        found += [
+        calls += [
             Call(x, dtype, kind, CAPACITY, batch, page_size)
             for x in decoding
             if x.causal
             for batch in BATCHES
         ]
-    return found
+    return calls

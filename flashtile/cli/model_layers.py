@@ -55,15 +55,15 @@ class Layer(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The options of `flashtile.attention`, without the sink's tensor."""
-        found: dict[str, Any] = {"causal": self.causal}
+        options: dict[str, Any] = {"causal": self.causal}
         if self.window:
             side = self.window - 1
-            found["window_size"] = (side, 0 if self.causal else side)
+            options["window_size"] = (side, 0 if self.causal else side)
         if self.chunk:
-            found["attention_chunk"] = self.chunk
+            options["attention_chunk"] = self.chunk
         if self.softcap:
-            found["softcap"] = self.softcap
-        return found
+            options["softcap"] = self.softcap
+        return options
 
 
 def read_config(model: str) -> Config:
@@ -77,8 +77,8 @@ def read_config(model: str) -> Config:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        found: Config = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        options: Config = json.loads(path.read_text(encoding="utf-8"))
+        return options
     if find_spec("transformers") is None:
         raise ValueError(
             f"model: got {model!r}, which is no file or folder with a config.json; to look up a "

@@ -159,11 +159,11 @@ def run(args: argparse.Namespace) -> int:
     work: Sequence[Any] = calls
     if gpu is not None:
         kernels: dict[str, Call | Combination] = {}  # each with a call that needs it
-        for call, found in in_processes(partial(kernels_of, gpu=gpu), calls, args.processes):
-            if isinstance(found, Exception):
-                failed[call] = found
+        for call, keys in in_processes(partial(kernels_of, gpu=gpu), calls, args.processes):
+            if isinstance(keys, Exception):
+                failed[call] = keys
             else:
-                kernels |= dict.fromkeys(found, call)
+                kernels |= dict.fromkeys(keys, call)
         one, work = partial(compile_one, gpu=gpu), [*kernels.items()]
     done = in_processes(one, work, args.processes)
     for item, result in with_progress(done, len(work), "compiled"):
@@ -185,10 +185,10 @@ def kernels_of(call: Call | Combination, gpu: AbsentGpu) -> list[str]:
     """The keys in Triton's cache of the kernels that a call needs on a GPU that is not here."""
     from ..gpu.compilation import compiling_for
 
-    found: list[str] = []
-    with compiling_for(gpu, found.append):
+    keys: list[str] = []
+    with compiling_for(gpu, keys.append):
         call.run("cpu")
-    return found
+    return keys
 
 
 def compile_one(kernel: tuple[str, Call | Combination], gpu: AbsentGpu) -> None:

@@ -80,10 +80,10 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem, reason = str(error) or repr(error), error
     record = {"problem": problem[:MOST_TEXT], "report": report[:MOST_TEXT]}
-    found = all_gather_objects(comm, record)[0]
-    if found["problem"]:
-        raise AssertionError(f"context parallel: {found['problem']}") from reason
-    return str(found["report"])
+    answer = all_gather_objects(comm, record)[0]
+    if answer["problem"]:
+        raise AssertionError(f"context parallel: {answer['problem']}") from reason
+    return str(answer["report"])
 
 
 def _whole(leaf: _Leaf) -> Tensor:
@@ -95,20 +95,20 @@ def _whole(leaf: _Leaf) -> Tensor:
 def _whole_options(layout: Layout, q: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the call in one process, as the reference takes them."""
     left = (*SCORE_MASKS, *WITHOUT_EFFECT)
-    found = {name: x for name, x in options.items() if name not in left and x is not None}
+    whole_options = {name: x for name, x in options.items() if name not in left and x is not None}
     if isinstance(options.get("mask"), Spans):
-        found["mask"] = Spans(*(layout.unshard(x, 2) for x in options["mask"]))
+        whole_options["mask"] = Spans(*(layout.unshard(x, 2) for x in options["mask"]))
     masks = {name: options[name] for name in SCORE_MASKS if options.get(name) is not None}
     if masks:
         bias = score_bias(options, q, layout)
         assert bias is not None
-        found["bias"] = layout.unshard(bias, 2) if has_rows(bias, layout) else bias
+        whole_options["bias"] = layout.unshard(bias, 2) if has_rows(bias, layout) else bias
         if has_rows(bias, layout) and not layout.sequences:
-            rows = found["bias"][0].split(layout.queries.lengths, dim=1)
+            rows = whole_options["bias"][0].split(layout.queries.lengths, dim=1)
             missing = (layout.longest - x.shape[1] for x in rows)
             padded = [pad(x, (0, 0, 0, n)) for x, n in zip(rows, missing, strict=True)]
-            found["bias"] = torch.stack(padded)
-    return found
+            whole_options["bias"] = torch.stack(padded)
+    return whole_options
 
 
 def _compared(
@@ -184,8 +184,8 @@ def _reference(
                 call[f"cu_seqlens_{side}"] = torch.tensor(ends, device=whole["q"].device)
                 call[f"max_seqlen_{side}"] = max(lengths, default=0)
             result = attention_varlen_reference(**call)
-        found = {"out": result.out, "lse": result.lse}
-        outputs = tuple(found.values())
-        given = tuple(c.to(x.dtype) for c, x in zip(cotangents, outputs, strict=True))
-        gradients = torch.autograd.grad(outputs, tuple(leaves.values()), given)
-    return found | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+        results = {"out": result.out, "lse": result.lse}
+        outputs = tuple(results.values())
+        targets = tuple(c.to(x.dtype) for c, x in zip(cotangents, outputs, strict=True))
+        gradients = torch.autograd.grad(outputs, tuple(leaves.values()), targets)
+    return results | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}

@@ -220,10 +220,12 @@ def _backward(
         recorded = _run(tensors._replace(**named), numbers, (out, lse))
         results = [(x, g) for x, g in zip(recorded, (dout, dlse), strict=True) if g is not None]
         wanted = [x for x in leaves if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad([x for x, _ in results], wanted, [g for _, g in results]))
+        gradients = iter(
+            torch.autograd.grad([x for x, _ in results], wanted, [g for _, g in results])
+        )
     # An op cannot return None, so an empty tensor means "no gradient".
     return tuple(
-        next(found) if x is not None and x.requires_grad else dout.new_empty(0) for x in leaves
+        next(gradients) if x is not None and x.requires_grad else dout.new_empty(0) for x in leaves
     )
 
 

@@ -58,12 +58,12 @@ def verify_across_ranks(
             error_type = _ERRORS.get(other["kind"], RuntimeError)
             raise error_type(f"context parallel: rank {rank}: {other['error']}") from reason
     for name in records[0]["facts"]:
-        holders: dict[str, list[int]] = {}
+        ranks_by_value: dict[str, list[int]] = {}
         for rank, other in enumerate(records):
-            holders.setdefault(other["facts"].get(name, "none"), []).append(rank)
-        if len(holders) > 1:
-            found = "; ".join(f"{_ranks(ranks)} {fact}" for fact, ranks in holders.items())
-            raise ValueError(f"context parallel: the ranks disagree on {name}: {found}")
+            ranks_by_value.setdefault(other["facts"].get(name, "none"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = "; ".join(f"{_ranks(ranks)} {fact}" for fact, ranks in ranks_by_value.items())
+            raise ValueError(f"context parallel: the ranks disagree on {name}: {values}")
     return result
 
 

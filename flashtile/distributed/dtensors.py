@@ -51,10 +51,10 @@ def attend(
     batch = 1 if layout.sequences else 0  # dimensions before the tokens
     for dim, placement in enumerate(q.placements):
         _check(placement, q.device_mesh.size(dim), q, k, batch, options)
-    found = _ranks_of_tokens(q.device_mesh, q.placements, batch)
+    ranks = _ranks_of_tokens(q.device_mesh, q.placements, batch)
     want = tuple(layout.comm.global_ranks)
-    if found != want:
-        raise ValueError(f"q: got tokens sharded over the ranks {found}, want {want}")
+    if ranks != want:
+        raise ValueError(f"q: got tokens sharded over the ranks {ranks}, want {want}")
     out, lse = run((q.to_local(), k.to_local(), v.to_local()))
     rows = {batch: batch + 1, batch + 1: batch}  # lse has its heads before its tokens
     of_lse = [Shard(rows.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in q.placements]

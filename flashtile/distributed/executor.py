@@ -343,9 +343,9 @@ def _sequences(plan: Plan, operands: Operands, step: Step) -> SequenceTensors:
     schedule, stage, device = plan.schedule, step.stage, operands.q.device
     stream = stream_of(device)
     key = "sequences", step.number, stream
-    found: SequenceTensors | None = None if plan.memo is None else plan.memo.get(key)
-    if found is not None:
-        return found
+    cached: SequenceTensors | None = None if plan.memo is None else plan.memo.get(key)
+    if cached is not None:
+        return cached
     numbers = None
     if operands.rng_state is not None or plan.options.score_mod:
         numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
@@ -373,9 +373,9 @@ def _problem(
     asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
     switch = operands.q.is_cuda and allows_tf32()
     key = "problem", step.number, *asked, dispatch.forced(), switch
-    found: AttentionProblem | None = None if plan.memo is None else plan.memo.get(key)
-    if found is not None:
-        return found
+    cached: AttentionProblem | None = None if plan.memo is None else plan.memo.get(key)
+    if cached is not None:
+        return cached
     options = plan.options._replace(
         max_seqlen_q=max((p.length for p in plan.schedule.queries), default=0),
         max_seqlen_k=max((p.length for p in step.stage.keys), default=0),

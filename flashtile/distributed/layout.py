@@ -281,11 +281,11 @@ class Layout:
         if torch.compiler.is_compiling():
             return make().to(device)
         what = key, device, stream_of(device)
-        found = self._copies.get(what)
-        if found is None:
+        copy = self._copies.get(what)
+        if copy is None:
             with torch.inference_mode(False):  # later calls may need gradients
-                found = self._copies[what] = make().to(device)
-        return found
+                copy = self._copies[what] = make().to(device)
+        return copy
 
     def _positions(self) -> Tensor:
         """The position of every row in its document, without padding."""

@@ -423,11 +423,13 @@ def refine(shard_map: ShardMap, work: Work, slack: float = 0.02, limit: int = 20
             break
         for light in sorted(range(len(load)), key=lambda r: load[r])[:4]:
             want = min(load[heavy] - mean, mean - load[light])
-            found = _best_exchange(pieces[heavy], pieces[light], want, work) if want > 0 else None
-            if found is not None:
-                _move(pieces[heavy], pieces[light], found)
-                load[heavy] -= found.gain
-                load[light] += found.gain
+            exchange = (
+                _best_exchange(pieces[heavy], pieces[light], want, work) if want > 0 else None
+            )
+            if exchange is not None:
+                _move(pieces[heavy], pieces[light], exchange)
+                load[heavy] -= exchange.gain
+                load[light] += exchange.gain
                 break
         else:
             break

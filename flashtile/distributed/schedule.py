@@ -132,9 +132,9 @@ def _stage(
     sources = [(rank - distance) % ranks for distance in away]  # the rank itself comes first
     located = {source: list(_located(keys, source, seen)) for source in sources}
     receives = [
-        Message(source, tuple(span for _, span in found))
-        for source, found in located.items()
-        if source != rank and found
+        Message(source, tuple(span for _, span in pairs))
+        for source, pairs in located.items()
+        if source != rank and pairs
     ]
     sends = []
     for peer in ((rank + distance) % ranks for distance in away):
@@ -142,8 +142,8 @@ def _stage(
             of_peer = _located(keys, rank, seen_keys(queries, keys, mask, peer))
             sends.append(Message(peer, tuple(span for _, span in of_peer)))
     spans: dict[int, list[Span]] = {document: [] for document in queries.documents(rank)}
-    for found in located.values():
-        for (document, position), (start, stop) in found:
+    for pairs in located.values():
+        for (document, position), (start, stop) in pairs:
             spans[document].append((position, position + stop - start))
     buffered = tuple(map(Positions.of, spans.values()))
     return Stage(
@@ -209,7 +209,7 @@ def _located(keys: ShardMap, source: int, seen: Seen) -> Iterator[Located]:
 
 
 def _order(
-    found: Mapping[int, Sequence[Located]], rank: int, peers: Sequence[int]
+    by_source: Mapping[int, Sequence[Located]], rank: int, peers: Sequence[int]
 ) -> tuple[Rows, ...]:
     """The keys found with all sources in the order of documents and positions.
 
@@ -219,7 +219,7 @@ def _order(
     located: list[tuple[tuple[int, int], Rows]] = []
     for number, source in enumerate((rank, *peers)):
         row = 0  # of the message
-        for position, (start, stop) in found.get(source, ()):
+        for position, (start, stop) in by_source.get(source, ()):
             if number:
                 start, stop = row, row + stop - start
             located.append((position, Rows(number, start, stop)))

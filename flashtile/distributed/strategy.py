@@ -120,10 +120,10 @@ def select_strategy(requested: Requested, workload: Workload) -> Strategy:
         ValueError: `head_groups` does not divide the key heads of a rank, or no strategy keeps to
             `stage_tokens`.
     """
-    found = candidates(requested, workload)
-    if len(found) == 1:
-        return found[0]
-    return min(found, key=lambda strategy: (seconds(strategy, workload), strategy))
+    strategies = candidates(requested, workload)
+    if len(strategies) == 1:
+        return strategies[0]
+    return min(strategies, key=lambda strategy: (seconds(strategy, workload), strategy))
 
 
 def candidates(requested: Requested, workload: Workload) -> list[Strategy]:
@@ -256,17 +256,17 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
         lines.append(f"{rank:4} {tokens:8,} {of_scores:14.1%} {of_keys:15,.0f}")
     if ranks > MOST_ROWS:
         lines.append(f" ... and {ranks - MOST_ROWS} more")
-    given = ", ".join(
+    fixed = ", ".join(
         f"{name}={number}"
         for name, number in requested._asdict().items()
         if number not in (None, "auto")
     )
-    found = candidates(requested, workload)
-    if len(found) == 1:
-        return "\n".join([*lines, f"strategy: {strategy}: {'given' if given else 'the only one'}"])
-    reason = f"the cheapest of {len(found)}" + (f", given {given}" if given else "")
+    strategies = candidates(requested, workload)
+    if len(strategies) == 1:
+        return "\n".join([*lines, f"strategy: {strategy}: {'given' if fixed else 'the only one'}"])
+    reason = f"the cheapest of {len(strategies)}" + (f", given {fixed}" if fixed else "")
     lines.append(f"strategy: {strategy}: {reason}; prices for {workload.machine.name}, in ms:")
-    for candidate in found:
+    for candidate in strategies:
         lines.append(f"{seconds(candidate, workload) * 1e3:9.3f}  {candidate}")
     return "\n".join(lines)
 

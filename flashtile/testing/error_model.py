@@ -85,9 +85,9 @@ def rounding_variance(dtype: torch.dtype, errors: torch.Generator | None = None)
         scores = None
         if errors is not None and rule.function is not None:
             scores = rule.function(scaled_products(q.detach(), k.detach(), rule))
-        given = q, k, v, rule.bias, rule.sink, slopes, table, scores
-        found = _Variance.apply(*given, rule, dtype, errors)
-        return found[0], found[1], found[2]
+        differentiable = q, k, v, rule.bias, rule.sink, slopes, table, scores
+        results = _Variance.apply(*differentiable, rule, dtype, errors)
+        return results[0], results[1], results[2]
 
     return attend
 

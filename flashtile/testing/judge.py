@@ -73,8 +73,8 @@ def call_failures(
         cast = {n: x.detach().to(compute_dtype) for n, x in leaves.items()}
         cast = {n: x.requires_grad_(bool(through)) for n, x in cast.items()}
         result = reference(cast, compute_dtype=compute_dtype, **how)
-        found = {n: getattr(result, n) for n in results}
-        return found | _gradients(cast, found, cotangents, ways)
+        expected = {n: getattr(result, n) for n in results}
+        return expected | _gradients(cast, expected, cotangents, ways)
 
     got = results | _gradients(mine, results, cotangents, ways)
     for leaf, x in leaves.items():
@@ -85,7 +85,7 @@ def call_failures(
 
 def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -> Run:
     """The gradient of every leaf through the outputs that each of `ways` joins."""
-    found: Run = {}
+    gradients: Run = {}
     for way in ways:
         names = way.split(" and ")
         grads = torch.autograd.grad(
@@ -96,8 +96,8 @@ def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -
             allow_unused=True,
         )
         for (leaf, x), grad in zip(leaves.items(), grads, strict=True):
-            found[f"d{leaf} through {way}"] = torch.zeros_like(x) if grad is None else grad
-    return found
+            gradients[f"d{leaf} through {way}"] = torch.zeros_like(x) if grad is None else grad
+    return gradients
 
 
 def _captured_variance(run: Callable[..., Run], dtype: torch.dtype, names: list[str]) -> Run:
@@ -125,10 +125,10 @@ def _failures(
         captured = [name for name in variance if name.startswith(f"d{CAPTURED}")]
         variance |= _captured_variance(run, dtype, captured)
         floor = {name: floor_of(x) for name, x in variance.items()}
-    found = []
+    failures = []
     for name, x in got.items():
         try:
             assert_close(name, x, truth[name], plain[name], floor=floor[name], dtype=dtype)
         except AssertionError as error:
-            found.append(str(error))
-    return found
+            failures.append(str(error))
+    return failures

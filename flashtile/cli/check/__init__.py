@@ -58,17 +58,17 @@ def run(args: argparse.Namespace) -> int:
     print(f"flashtile on {machine.device_name(device)}, seed {seed}")
     if warning := machine.busy():
         print(f"note: {warning}")
-    found = Results(info.collect(), device, seed, args.quick)
+    results = Results(info.collect(), device, seed, args.quick)
     try:
         for outcome in _judged(cases(device, args.quick), device, seed):
-            found.outcomes.append(outcome)
-        found.times += _timed(device, args.quick)
+            results.outcomes.append(outcome)
+        results.times += _timed(device, args.quick)
     except KeyboardInterrupt:
-        found.stopped = True
-    print(verdict(found))
-    write(found, args.output)
+        results.stopped = True
+    print(verdict(results))
+    write(results, args.output)
     print(f"report: {args.output}")
-    return 0 if found.passed else 1
+    return 0 if results.passed else 1
 
 
 def _judged(cases: list[Case], device: str, seed: int) -> Iterator[Outcome]:

@@ -101,7 +101,7 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
     def reference(leaves: Leaves, **how: Any) -> Any:
         return REFERENCES[call.function](**(expected | leaves), **how)
 
-    found = call_failures(
+    failures = call_failures(
         made,
         reference,
         {name: call.arguments[name] for name in call.leaves},
@@ -110,7 +110,7 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
         through=("out",) if call.leaves else (),
         in_float8=float8,
     )
-    return found + _cache_failures(given, partial(reference, {}), dtype)
+    return failures + _cache_failures(given, partial(reference, {}), dtype)
 
 
 def _cache_failures(
@@ -119,7 +119,7 @@ def _cache_failures(
     """The errors of the caches in `given` after the call."""
     if CACHES[0] not in given:
         return []
-    found = []
+    failures = []
     truth, plain = (reference(compute_dtype=x) for x in (torch.float64, plain_dtype(dtype)))
     for name in CACHES:
         x, wanted, low = given[name].cpu(), getattr(truth, name), getattr(plain, name)
@@ -128,8 +128,8 @@ def _cache_failures(
         try:
             assert_close(name, *(x.masked_fill(unused, 0) for x in (x, wanted, low)), dtype=dtype)
         except AssertionError as error:
-            found.append(str(error))
-    return found
+            failures.append(str(error))
+    return failures
 
 
 def _moved(name: str, value: Any, device: str) -> Any:

@@ -50,8 +50,8 @@ def verdict(results: Results) -> str:
 
 def write(results: Results, path: Path) -> None:
     """Write the report: JSON if the file's name ends in .json, else Markdown."""
-    made = as_json if path.suffix == ".json" else as_markdown
-    path.write_text(made(results), encoding="utf-8")
+    as_text = as_json if path.suffix == ".json" else as_markdown
+    path.write_text(as_text(results), encoding="utf-8")
 
 
 def as_json(results: Results) -> str:
@@ -67,14 +67,14 @@ def as_json(results: Results) -> str:
         }
         for x in results.outcomes
     ]
-    found = {
+    content = {
         **_facts(results),
         "passed": results.passed,
         "machine": _machine(results),
         "outcomes": outcomes,
         "times": results.times,
     }
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(content, indent=1) + "\n"
 
 
 def as_markdown(results: Results) -> str:
