@@ -49,15 +49,15 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
 def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tuple[Tensor, Tensor]:
     """(out, lse) by one function of the backend, which also appends the new tokens if any."""
     if layout.k_new is None:
-        made = forward.run(operands)
-        return made[0], made[1]
+        results = forward.run(operands)
+        return results[0], results[1]
     assert layout.v_new is not None
     cos, sin, base = layout.rotary_cos, layout.rotary_sin, None
     if cos is not None:
         base = operands.seqused_k if layout.rotary_seqlens is None else layout.rotary_seqlens
-    made = forward.run((*operands, layout.k_new, layout.v_new, cos, sin, base))
+    results = forward.run((*operands, layout.k_new, layout.v_new, cos, sin, base))
     op.record_write(operands.k, operands.v)
-    return made[0], made[1]
+    return results[0], results[1]
 
 
 def _as_packed(operands: Operands, problem: AttentionProblem) -> Operands:

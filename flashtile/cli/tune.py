@@ -250,8 +250,8 @@ def launches_of(
     operands, options = describe((q, k, v), layout, given)
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
-        out, lse, *_ = made = launch.forward_buffers(problem, operands)
-        launches = kernel_launches.forward_launches(problem, operands, made)
+        out, lse, *_ = buffers = launch.forward_buffers(problem, operands)
+        launches = kernel_launches.forward_launches(problem, operands, buffers)
         if candidate.kernel != "forward":
             launch.run(launches, q)
             gradients = launch.backward_buffers(problem, operands, dtype)

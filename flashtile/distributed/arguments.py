@@ -285,8 +285,8 @@ def packed_spans(mask: Any, q: Tensor, layout: Layout) -> Spans:
     """
     checks.spans(mask, q)
     rows = layout.queries.tokens(layout.rank) // max(layout.sequences, 1)
-    mine = Spans(*(x[:, :, :rows] for x in mask))
-    return mine.pack(layout.sequences) if layout.sequences else mine
+    local = Spans(*(x[:, :, :rows] for x in mask))
+    return local.pack(layout.sequences) if layout.sequences else local
 
 
 def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap:
@@ -304,7 +304,7 @@ def tile_map(mask: Any, q: Tensor, used: UsedTokens) -> TileMap:
     checks.block_mask_kinds(mask.kinds, q, len(queries.lengths))
     checks.block_mask_lengths(mask, max(queries.lengths, default=0), max(keys.lengths, default=0))
     for shards, size in zip((queries, keys), mask.tile_size, strict=True):
-        starts = [piece.start for mine in shards.pieces for piece in mine if piece.start % size]
+        starts = [piece.start for owned in shards.pieces for piece in owned if piece.start % size]
         if starts:
             raise ValueError(
                 f"block_mask: got tiles of {mask.tile_size} and a layout with a piece that begins "

@@ -214,10 +214,10 @@ def bias_of_buffer(bias: Tensor, schedule: Schedule, stage: Stage, by_token: boo
     longest = [max(x.length for x in side) for side in (schedule.queries, stage.keys)]
     sizes = [1 if n == 1 else m for n, m in zip(bias.shape[2:], longest, strict=True)]
     batch = bias.shape[0] if is_alike else len(schedule.documents)
-    made = bias.new_zeros(batch, bias.shape[1], *sizes)
+    gathered = bias.new_zeros(batch, bias.shape[1], *sizes)
     for part in parts:
-        made[part.of_call] = bias[part.of_rank]
-    return made
+        gathered[part.of_call] = bias[part.of_rank]
+    return gathered
 
 
 def add_bias_gradient(
@@ -319,5 +319,5 @@ def _tile_numbers(
     """The numbers of the tiles that the rows of every sequence fill, (sequences, most tiles)."""
     tiles = [[n for a, b in x.spans for n in range(a // size, -(-b // size))] for x in sides]
     most = max(map(len, tiles), default=0)
-    filled = (n for mine in tiles for n in (*mine, *(beyond,) * (most - len(mine))))
+    filled = (n for numbers in tiles for n in (*numbers, *(beyond,) * (most - len(numbers))))
     return indices(tuple(filled), device).view(len(tiles), most)

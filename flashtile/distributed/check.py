@@ -55,12 +55,12 @@ def checked(layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: Mapping[st
         x = options.get(name)
         if x is not None and (name == "sink" or x.requires_grad):
             leaves[name] = _Leaf(x, None)
-    mine = {n: leaf.shard.detach().clone().requires_grad_() for n, leaf in leaves.items()}
+    inputs = {n: leaf.shard.detach().clone().requires_grad_() for n, leaf in leaves.items()}
     with torch.enable_grad():
-        out, lse = context.attention(**{**options, **mine}, layout=layout, return_lse=True)
+        out, lse = context.attention(**{**options, **inputs}, layout=layout, return_lse=True)
         g = torch.Generator().manual_seed(comm.rank)
         dout, dlse = (torch.randn(x.shape, generator=g).to(x) for x in (out, lse))
-        gradients = torch.autograd.grad((out, lse), tuple(mine.values()), (dout, dlse))
+        gradients = torch.autograd.grad((out, lse), tuple(inputs.values()), (dout, dlse))
     last = lse.dim() - 1
     whole = {name: _whole(leaf) for name, leaf in leaves.items()}
     cotangents = layout.unshard(dout), layout.unshard(dlse, last)
@@ -151,11 +151,11 @@ def _compared(
             dim = x.dim() - 1 if name == "lse" else x.dim() - 3
             for rank in range(ranks):
                 rows = of_tokens.rows_of(rank).to(x.device)
-                mine, want, simple, least = (
+                got_rows, want, simple, least = (
                     y.index_select(dim, rows) for y in (x, truth[name], plain[name], floor)
                 )
                 what = f"{name} of rank {rank}"
-                assert_close(what, mine, want, simple, floor=least, dtype=dtype)
+                assert_close(what, got_rows, want, simple, floor=least, dtype=dtype)
         error = (x.double() - truth[name]).nan_to_num(nan=0.0).abs()
         largest = error.max().item() if error.numel() else 0.0
         what = f"largest error {largest:.1e}, at least {allowed:.1e} is allowed"

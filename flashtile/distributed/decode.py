@@ -227,9 +227,9 @@ def _deal(comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int 
     caches = [x.new_zeros(len(layout.keys.lengths), rows, *x.shape[1:]) for x in packed]
     for rank, part in parts.items():
         document, position = tokens[rank]
-        mine = dealt.owner(position) == comm.rank
-        where = document[mine], dealt.row(position[mine])
-        sizes = [int(mine.sum()) * x.shape[1:].numel() for x in packed]
+        is_local = dealt.owner(position) == comm.rank
+        where = document[is_local], dealt.row(position[is_local])
+        sizes = [int(is_local.sum()) * x.shape[1:].numel() for x in packed]
         for cache, x in zip(caches, part.split(sizes), strict=True):
             cache[where] = x.view(-1, *cache.shape[2:])
     return caches[0], caches[1]

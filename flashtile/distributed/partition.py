@@ -51,8 +51,8 @@ class ShardMap(NamedTuple):
         Raises:
             ValueError: the pieces do not cover every token exactly once.
         """
-        shard_map = cls(tuple(lengths), tuple(tuple(_joined(mine)) for mine in pieces))
-        every = _joined([piece for mine in shard_map.pieces for piece in mine])
+        shard_map = cls(tuple(lengths), tuple(tuple(_joined(owned)) for owned in pieces))
+        every = _joined([piece for owned in shard_map.pieces for piece in owned])
         if every != [Piece(d, 0, n) for d, n in enumerate(lengths) if n > 0]:
             raise ValueError(
                 f"pieces: they do not cover documents of {tuple(lengths)} tokens exactly once"
@@ -74,16 +74,16 @@ class ShardMap(NamedTuple):
 
     def spans(self, rank: int, document: int) -> tuple[Span, ...]:
         """The tokens of a document that a rank holds."""
-        mine = self.pieces[rank]
-        return tuple((piece.start, piece.stop) for piece in mine if piece.document == document)
+        owned = self.pieces[rank]
+        return tuple((piece.start, piece.stop) for piece in owned if piece.document == document)
 
     def first_tokens(self, lengths: Sequence[int]) -> ShardMap:
         """Who owns which of the first ``lengths[d]`` tokens of every document d."""
         pieces = [
-            [p._replace(stop=min(p.stop, lengths[p.document])) for p in mine]
-            for mine in self.pieces
+            [p._replace(stop=min(p.stop, lengths[p.document])) for p in owned]
+            for owned in self.pieces
         ]
-        return ShardMap.of(lengths, [[p for p in mine if p.tokens > 0] for mine in pieces])
+        return ShardMap.of(lengths, [[p for p in owned if p.tokens > 0] for owned in pieces])
 
     def rows_of_first(self, lengths: Sequence[int], rank: int) -> list[int]:
         """The rows of a rank's tensor that hold these tokens."""
@@ -101,15 +101,15 @@ class ShardMap(NamedTuple):
 
 def first_documents(shard_map: ShardMap, count: int) -> ShardMap:
     """Who owns which tokens of the first `count` documents."""
-    pieces = [[piece for piece in mine if piece.document < count] for mine in shard_map.pieces]
+    pieces = [[piece for piece in owned if piece.document < count] for owned in shard_map.pieces]
     return ShardMap.of(shard_map.lengths[:count], pieces)
 
 
 def repeated(shard_map: ShardMap, batch: int) -> ShardMap:
     """Every sequence of a dense batch divided in the same way."""
     pieces = [
-        [piece._replace(document=b) for b in range(batch) for piece in mine]
-        for mine in shard_map.pieces
+        [piece._replace(document=b) for b in range(batch) for piece in owned]
+        for owned in shard_map.pieces
     ]
     return ShardMap.of(shard_map.lengths * batch, pieces)
 
@@ -119,8 +119,8 @@ def is_divided(queries: ShardMap, keys: ShardMap, neighbours: int) -> bool:
     owners = {
         (piece.document, rank // neighbours)
         for shards in (queries, keys)
-        for rank, mine in enumerate(shards.pieces)
-        for piece in mine
+        for rank, owned in enumerate(shards.pieces)
+        for piece in owned
     }
     return len(owners) > len({document for document, _ in owners})
 
@@ -414,8 +414,8 @@ def refine(shard_map: ShardMap, work: Work, slack: float = 0.02, limit: int = 20
     Pieces of documents whose lengths are no multiples of the grain may then begin at any token,
     but always at multiples of `work.unit`.
     """
-    pieces = [list(mine) for mine in shard_map.pieces]
-    load = [sum(work.scores(*piece) for piece in mine) for mine in pieces]
+    pieces = [list(owned) for owned in shard_map.pieces]
+    load = [sum(work.scores(*piece) for piece in owned) for owned in pieces]
     mean = sum(load) / len(load)
     for _ in range(limit):
         heavy = max(range(len(load)), key=lambda r: load[r])

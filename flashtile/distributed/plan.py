@@ -69,7 +69,7 @@ def plan_of(
     outer, inner = divmod(comm.rank, size)
     groups = [range(first, first + size) for first in range(0, comm.ranks, size)]
     queries, keys = (merged(x, groups) for x in (call.used.queries, call.used.keys))
-    made = schedule(queries, keys, call.options.facts, outer, strategy.stages, call.tiles)
+    planned = schedule(queries, keys, call.options.facts, outer, strategy.stages, call.tiles)
     shares = share_heads(*call.heads, size)
     ulysses = None
     if size > 1:
@@ -78,8 +78,8 @@ def plan_of(
     return Plan(
         strategy,
         ulysses,
-        made,
-        steps_of(made, strategy.head_groups, shares[inner].counts),
+        planned,
+        steps_of(planned, strategy.head_groups, shares[inner].counts),
         comm,
         call.options,
         first_head=shares[inner].queries.start,

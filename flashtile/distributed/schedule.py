@@ -103,10 +103,10 @@ def schedule(
         Positions.of(queries.spans(rank, document)).shifted(shift)
         for document, shift in zip(documents, shifts, strict=True)
     )
-    made = [
+    stages_of_rank = [
         _stage(queries, keys, (facts, tiles), rank, away, rows) for away in distances(ranks, stages)
     ]
-    return Schedule(documents, rows, shifts, tuple(made))
+    return Schedule(documents, rows, shifts, tuple(stages_of_rank))
 
 
 def distances(ranks: int, stages: int) -> list[tuple[int, ...]]:
@@ -153,8 +153,8 @@ def _stage(
         buffered,
         any(
             positions.spans != ((0, positions.length),)
-            or mine.spans != ((positions.length - mine.length, positions.length),)
-            for mine, positions in zip(rows, buffered, strict=True)
+            or own.spans != ((positions.length - own.length, positions.length),)
+            for own, positions in zip(rows, buffered, strict=True)
         ),
     )
 

@@ -88,10 +88,10 @@ class Exchange(NamedTuple):
         Args:
             heads: those of every member; they may overlap.
         """
-        comm, mine = self.comm, heads[self.comm.rank]
-        count = mine.stop - mine.start
+        comm, local = self.comm, heads[self.comm.rank]
+        count = local.stop - local.start
         parts = [x.new_empty(tokens, count, *x.shape[2:]) for tokens in self.tokens]
-        parts[comm.rank] = x[:, mine]
+        parts[comm.rank] = x[:, local]
         others = [peer for peer in range(comm.ranks) if peer != comm.rank]
         sends = {peer: x[:, heads[peer]].contiguous() for peer in others}
         comm.exchange(sends, {peer: parts[peer] for peer in others}, "heads of tokens").wait()

@@ -56,9 +56,9 @@ def call_failures(
         through: outputs, joined by " and ", through which random gradients flow back to all leaves.
         in_float8: the inputs hold float8 numbers, so plain PyTorch computes in float8, too.
     """
-    mine = {n: x.detach().requires_grad_(bool(through)) for n, x in leaves.items()}
+    inputs = {n: x.detach().requires_grad_(bool(through)) for n, x in leaves.items()}
     torch.manual_seed(seed)
-    given = call(mine)
+    given = call(inputs)
     outputs = (given,) if isinstance(given, Tensor) else given
     results = dict(zip(("out", "lse"), outputs, strict=False))
     assert len(results) == len(outputs), f"the call gave {len(outputs)} results"
@@ -76,7 +76,7 @@ def call_failures(
         expected = {n: getattr(result, n) for n in results}
         return expected | _gradients(cast, expected, cotangents, ways)
 
-    got = results | _gradients(mine, results, cotangents, ways)
+    got = results | _gradients(inputs, results, cotangents, ways)
     for leaf, x in leaves.items():
         for way in ways:
             assert got[f"d{leaf} through {way}"].dtype == x.dtype

@@ -92,7 +92,7 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
     keep = _kept(call, device, seed)
     expected = call.arguments if keep is None else call.arguments | {"keep": keep}
 
-    def made(leaves: Leaves) -> tuple[Tensor, ...]:
+    def call_backend(leaves: Leaves) -> tuple[Tensor, ...]:
         moved = {name: x.to(device) for name, x in leaves.items()}
         function = getattr(api, call.function)
         results = function(**(given | moved), return_lse=True, backend=case.backend)
@@ -102,7 +102,7 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
         return REFERENCES[call.function](**(expected | leaves), **how)
 
     failures = call_failures(
-        made,
+        call_backend,
         reference,
         {name: call.arguments[name] for name in call.leaves},
         seed=seed,
