@@ -409,8 +409,8 @@ def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
         if x is not None:
             tensor(name, x)
     if (layout.k_new is None) != (layout.v_new is None):
-        missing, given = ("k", "v") if layout.k_new is None else ("v", "k")
-        raise ValueError(f"{missing}: got None with {given} given, want both or neither")
+        missing, present = ("k", "v") if layout.k_new is None else ("v", "k")
+        raise ValueError(f"{missing}: got None with {present} given, want both or neither")
     is_packed = layout.cu_seqlens_q is not None
     of_queries = "total_q, heads, head_dim" if is_packed else "batch, seq_q, heads, head_dim"
     of_keys = "cache_rows, capacity, kv_heads, head_dim" if layout.page_table is None else PAGES
@@ -798,23 +798,23 @@ def output(out: Any, operands: Operands) -> None:
     _not_recording("out", (out, *operands[:DIFFERENTIABLE]))
 
 
-def workspace(given: Any, operands: Operands, options: Options) -> None:
+def workspace(buffer: Any, operands: Operands, options: Options) -> None:
     """Check that a workspace consists of contiguous bytes and is large enough for the call."""
     q = operands.q
-    tensor("workspace", given, dims="bytes", dtypes=(torch.uint8,), like=q)
+    tensor("workspace", buffer, dims="bytes", dtypes=(torch.uint8,), like=q)
     _not_recording("workspace", operands[:DIFFERENTIABLE])
     if torch.compiler.is_compiling():  # a tracer knows neither the offset nor the GPU
         return
-    if not given.is_contiguous() or given.storage_offset() % 16:
+    if not buffer.is_contiguous() or buffer.storage_offset() % 16:
         raise ValueError(
-            f"workspace: got stride {given.stride(0)} and offset {given.storage_offset()}, want "
+            f"workspace: got stride {buffer.stride(0)} and offset {buffer.storage_offset()}, want "
             "contiguous bytes with an offset that is a multiple of 16"
         )
     tokens, heads, value_head_dim = q.shape[:-2].numel(), q.shape[-2], operands.v.shape[-1]
-    wanted = workspace_size(tokens, heads, value_head_dim, options.num_splits, q.device)
-    if given.numel() < wanted:
+    needed = workspace_size(tokens, heads, value_head_dim, options.num_splits, q.device)
+    if buffer.numel() < needed:
         raise ValueError(
-            f"workspace: got {given.numel()} bytes, want at least {wanted} (see workspace_size)"
+            f"workspace: got {buffer.numel()} bytes, want at least {needed} (see workspace_size)"
         )
 
 
@@ -830,12 +830,12 @@ def _not_recording(name: str, tensors: tuple[Tensor | None, ...]) -> None:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def longest(name: str, given: Any, name_of_starts: str, cu_seqlens: Any, q: Any) -> Any:
+def longest(name: str, length: Any, name_of_starts: str, cu_seqlens: Any, q: Any) -> Any:
     """The longest length: as given, or read from cumulative lengths, which waits for the GPU."""
-    if type(given) is int:
-        return given
-    if given is not None:
-        return integer(name, given)
+    if type(length) is int:
+        return length
+    if length is not None:
+        return integer(name, length)
     tensor("q", q)
     cumulative(name_of_starts, cu_seqlens, q)
     if not is_readable(cu_seqlens):
@@ -851,8 +851,8 @@ def checks_values_on_gpu() -> bool:
     return os.environ.get("FLASHTILE_CHECK", "") not in ("", "0")
 
 
-def checking_values(given: Iterable[Any]) -> bool:
-    """Whether to check the values of the tensors among `given`.
+def checking_values(arguments: Iterable[Any]) -> bool:
+    """Whether to check the values of the tensors among `arguments`.
 
     ``FLASHTILE_CHECK=1`` enables the checks everywhere, and ``FLASHTILE_CHECK=0`` disables them. By
     default they run only for CPU tensors, for which nothing waits. They never run if there are no
@@ -860,13 +860,13 @@ def checking_values(given: Iterable[Any]) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    asked = os.environ.get("FLASHTILE_CHECK", "")
-    if asked == "0" or torch._C._are_functorch_transforms_active():
+    setting = os.environ.get("FLASHTILE_CHECK", "")
+    if setting == "0" or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
         return False
-    devices = ("cpu", "cuda") if asked else ("cpu",)
-    tensors = (x for x in given if isinstance(x, Tensor))  # on a GPU the first one is enough
+    devices = ("cpu", "cuda") if setting else ("cpu",)
+    tensors = (x for x in arguments if isinstance(x, Tensor))  # on a GPU the first one is enough
     return all(type(x) in _PLAIN and x.device.type in devices for x in tensors)
 
 
@@ -1036,8 +1036,8 @@ def _distinct_slots(before: list[int], added: list[int], operands: Operands) -> 
     slots = torch.stack((row, position), 1)
     if len(slots.unique(dim=0)) < len(slots):
         name = "page_table (block_table)" if rows is None else "cache_batch_idx"
-        given = table if rows is None else rows
-        shown = None if given is None else given.tolist()
+        indices = table if rows is None else rows
+        shown = None if indices is None else indices.tolist()
         raise ValueError(
             f"{name}: got {shown}, by which new tokens of two sequences go to one slot of the "
             "cache; want a slot for each"

@@ -130,8 +130,8 @@ def _select(problem: AttentionProblem, name: str | None) -> str:
         if not reasons:
             return candidate
         refusals.append(f"  {candidate}: " + "; ".join(reasons))
-    asked = f"backend {name!r} cannot" if name else "no backend can"
-    raise NotImplementedError(f"{asked} run this call:\n" + "\n".join(refusals))
+    subject = f"backend {name!r} cannot" if name else "no backend can"
+    raise NotImplementedError(f"{subject} run this call:\n" + "\n".join(refusals))
 
 
 _selected = memoised(4096)(_select)

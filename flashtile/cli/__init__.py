@@ -26,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-V", "--version", action=_Version, nargs=0, help="print the version and exit"
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    asked = next((word for word in argv if not word.startswith("-")), None)
+    first_word = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
         description = f"{summary[0].upper()}{summary[1:]}."
         command = commands.add_parser(name, help=summary, description=description)
-        if name == asked:
+        if name == first_word:
             module = import_module(f".{name.replace('-', '_')}", __name__)
             module.add_arguments(command)
             command.set_defaults(run=module.run)

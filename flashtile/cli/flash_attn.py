@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do it, and print which files were written or removed."""
     folder = args.folder or Path(sysconfig.get_path("purelib"))
-    asked = DistributionFinder.Context(name="flash-attn", path=[str(folder)])
-    there = next(iter(MetadataPathFinder.find_distributions(asked)), None)  # of the folder only
+    context = DistributionFinder.Context(name="flash-attn", path=[str(folder)])
+    there = next(iter(MetadataPathFinder.find_distributions(context)), None)  # of the folder only
     ours = there if there and (there.read_text("INSTALLER") or "").strip() == OWNER else None
     spec = PathFinder.find_spec("flash_attn", [str(folder), *sys.path])
     if args.action == "status":

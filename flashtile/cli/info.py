@@ -70,7 +70,7 @@ def transformers_state() -> dict[str, str]:
     """Whether `integrations.transformers.register` works here, found out by calling it."""
     if machine.package_version("transformers") is None:
         return {"state": "transformers is not installed"}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             from ..integrations.transformers import register
@@ -79,7 +79,7 @@ def transformers_state() -> dict[str, str]:
         except ImportError as error:
             return {"state": f"register() does not work here: {error}"}
     state = {"state": f"register() works; then attn_implementation={name!r}"}
-    warned = [str(warning.message) for warning in told if name in str(warning.message)]
+    warned = [str(warning.message) for warning in caught if name in str(warning.message)]
     return {**state, "warning": warned[0]} if warned else state
 
 

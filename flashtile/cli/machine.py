@@ -96,14 +96,14 @@ def device_name(device: str) -> str:
 def missing_device(device: str) -> str | None:
     """Why this machine has no such PyTorch device; None if it has."""
     try:
-        wanted = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         return "no such device, want cpu or cuda:N"
-    if wanted.type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         return "no CUDA device here"
-    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         return f"no such device, there are {torch.cuda.device_count()} CUDA devices"
-    return None if wanted.type in ("cpu", "cuda") else "want cpu or cuda:N"
+    return None if parsed.type in ("cpu", "cuda") else "want cpu or cuda:N"
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -68,15 +68,15 @@ class Call(NamedTuple):
     def _decode(self, device: str) -> None:
         q, k, v = (self._empty(device, x, False, 1) for x in "qkv")
         k_cache, v_cache = (self._empty(device, x, False, self.length) for x in "kv")
-        given: dict[str, Any] = dict(self.layer.options, sink=self._sink(device, False))
-        given["cache_seqlens"] = torch.ones(self.batch, dtype=torch.int32, device=device)
+        options: dict[str, Any] = dict(self.layer.options, sink=self._sink(device, False))
+        options["cache_seqlens"] = torch.ones(self.batch, dtype=torch.int32, device=device)
         if self.page_size:
             k_cache, v_cache = (
                 x.reshape(-1, self.page_size, *x.shape[2:]) for x in (k_cache, v_cache)
             )
             pages = torch.arange(k_cache.shape[0], dtype=torch.int32, device=device)
-            given["page_table"] = pages.view(self.batch, -1)
-        api.attention_with_kvcache(q, k_cache, v_cache, k, v, **given)
+            options["page_table"] = pages.view(self.batch, -1)
+        api.attention_with_kvcache(q, k_cache, v_cache, k, v, **options)
 
     def _empty(self, device: str, name: str, has_grad: bool, length: int) -> Tensor:
         layer = self.layer

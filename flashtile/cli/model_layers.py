@@ -77,8 +77,8 @@ def read_config(model: str) -> Config:
     if path.is_dir():
         path /= "config.json"
     if path.is_file():
-        options: Config = json.loads(path.read_text(encoding="utf-8"))
-        return options
+        config: Config = json.loads(path.read_text(encoding="utf-8"))
+        return config
     if find_spec("transformers") is None:
         raise ValueError(
             f"model: got {model!r}, which is no file or folder with a config.json; to look up a "

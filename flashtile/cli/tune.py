@@ -236,18 +236,18 @@ def launches_of(
     batch = DECODED if kind == "decoding" else max(1, TOKENS // length)
     shape = (batch, length, HIDDEN // head_dim, head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
-    given: dict[str, Any] = {"causal": is_second}
+    keywords: dict[str, Any] = {"causal": is_second}
     layout: Dense | Cached = Dense()
     if kind == "bias":
-        given["bias"] = torch.randn(1, 1, length, length, device="cuda", dtype=dtype)
+        keywords["bias"] = torch.randn(1, 1, length, length, device="cuda", dtype=dtype)
     if kind.endswith("decoding"):
         q = q[:, :1]
-        given["num_splits"] = 1 if kind == "decoding" else SPLITS
+        keywords["num_splits"] = 1 if kind == "decoding" else SPLITS
         if is_second:
             pages = torch.arange(batch * length // PAGE, dtype=torch.int32, device="cuda")
             k, v = (x.view(-1, PAGE, *x.shape[2:]) for x in (k, v))
             layout = Cached(cache_seqlens=length, page_table=pages.view(batch, -1))
-    operands, options = describe((q, k, v), layout, given)
+    operands, options = describe((q, k, v), layout, keywords)
     problem = AttentionProblem.of(operands, options)
     with plan.forced_tile(candidate.kernel, candidate.tile):
         out, lse, *_ = buffers = launch.forward_buffers(problem, operands)

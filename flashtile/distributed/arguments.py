@@ -149,10 +149,10 @@ def packed_call(
     if used.key_rows is not None:
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
     apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod", "qv"}
-    given = {n: x for n, x in options.items() if n not in apart}
+    keywords = {n: x for n, x in options.items() if n not in apart}
     if options.get("score_mod") is not None:
-        given |= score_function(options["score_mod"], padded)
-    given["mask"] = spans
+        keywords |= score_function(options["score_mod"], padded)
+    keywords["mask"] = spans
     slopes, documents = options.get("alibi_slopes"), len(layout.queries.lengths)
     if slopes is not None:
         checks.tensor("alibi_slopes", slopes)
@@ -162,7 +162,7 @@ def packed_call(
         )
     if slopes is not None:
         one = slopes[0] if documents else slopes.sum(0)  # slopes of some row, or zeros
-        given["alibi_slopes"] = one if slopes.dim() == 2 else slopes
+        keywords["alibi_slopes"] = one if slopes.dim() == 2 else slopes
     # Not from numbers on the host, for whose copy it would wait.
     both_ends = torch.arange(2, dtype=torch.int32, device=q.device)
     ends_q, ends_k = both_ends * q.shape[0], both_ends * k.shape[0]
@@ -171,7 +171,7 @@ def packed_call(
     if qv is not None:  # a call gets keys and values side by side; values travel once
         q = without_autocast(torch.cat)((q, qv), dim=-1)
         described_k = k.detach()[..., :1].expand(*k.shape[:-1], q.shape[-1])
-    operands, numbers = describe((q, described_k, v), packed, given)
+    operands, numbers = describe((q, described_k, v), packed, keywords)
     operands = operands._replace(
         k=k, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
     )

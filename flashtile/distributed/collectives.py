@@ -163,33 +163,39 @@ class ProcessCommunicator:
             and can_be_one_operation(self.rank, self.ranks, sends, receives)
         ):
             return self._all_to_all(sends, receives, what)
-        operations, ways = [], []
-        for function, tensors, way in ((dist.irecv, receives, "from"), (dist.isend, sends, "to")):
+        operations, directions = [], []
+        for function, tensors, direction in (
+            (dist.irecv, receives, "from"),
+            (dist.isend, sends, "to"),
+        ):
             for peer, x in sorted(tensors.items()):
                 if x.numel():
                     there = self.global_ranks[peer]
                     sent = x.view(-1).view(torch.uint8)  # which every backend can send
                     operations.append(dist.P2POp(function, sent, there, self.group))
-                    ways.append(f"{way} rank {peer} ({what})")
+                    directions.append(f"{direction} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
             return DONE
         works = dist.batch_isend_irecv(operations)
-        given = [operation.tensor for operation in operations]
-        sizes = [x.numel() for x in given]  # of bytes
+        buffers = [operation.tensor for operation in operations]
+        sizes = [x.numel() for x in buffers]  # of bytes
 
         def messages() -> list[str]:
-            return [f"{size:,} bytes {way}" for size, way in zip(sizes, ways, strict=True)]
+            return [
+                f"{size:,} bytes {direction}"
+                for size, direction in zip(sizes, directions, strict=True)
+            ]
 
-        return _Works(works, self, messages, given)
+        return _Works(works, self, messages, buffers)
 
     def _all_to_all(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
     ) -> Pending:
         """The exchange as one call of PyTorch. A batch of messages keeps the host busy longer."""
-        given = [*sends.values(), *receives.values()]
-        if not any(x.numel() for x in given):
+        buffers = [*sends.values(), *receives.values()]
+        if not any(x.numel() for x in buffers):
             return DONE
-        nothing = given[0].new_empty(0)
+        nothing = buffers[0].new_empty(0)
         out, into = (
             [_flat(tensors.get(rank, nothing)) for rank in range(self.ranks)]
             for tensors in (receives, sends)
@@ -197,10 +203,10 @@ class ProcessCommunicator:
         work = dist.all_to_all(out, into, group=self.group, async_op=True)
 
         def messages() -> list[str]:
-            size = sum(x.numel() * x.element_size() for x in given)
+            size = sum(x.numel() * x.element_size() for x in buffers)
             return [f"{size:,} bytes to ranks {sorted(sends)} and from {sorted(receives)} ({what})"]
 
-        return _Works([work], self, messages, given)
+        return _Works([work], self, messages, buffers)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Communicator`."""

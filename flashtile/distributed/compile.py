@@ -157,28 +157,28 @@ def attend(
     return out, lse
 
 
-def _given(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
+def _options_of(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
     """The options of the call."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: getattr(source, name)
         for source, names in ((tensors, _NAMED), (numbers, _SCALARS))
         for name in names
     }
-    given["window_size"] = (numbers.window_left, numbers.window_right)
+    options["window_size"] = (numbers.window_left, numbers.window_right)
     if tensors.span_starts is not None and tensors.span_stops is not None:
-        given["mask"] = Spans(tensors.span_starts, tensors.span_stops)
+        options["mask"] = Spans(tensors.span_starts, tensors.span_stops)
     if numbers.score_mod:
         captured = tensors.captured, tensors.captured_integers
-        given["score_mod"] = Described(numbers.score_mod, *captured)
+        options["score_mod"] = Described(numbers.score_mod, *captured)
     if tensors.tile_kinds is not None:
         assert tensors.partial_index is not None and tensors.partial_tiles is not None
-        given["block_mask"] = BlockMask(
+        options["block_mask"] = BlockMask(
             tensors.tile_kinds,
             tensors.partial_index,
             tensors.partial_tiles,
             (numbers.block_rows, numbers.block_keys),
         )
-    return {name: x for name, x in given.items() if x is not None}
+    return {name: x for name, x in options.items() if x is not None}
 
 
 def _run(
@@ -189,7 +189,7 @@ def _run(
         out, lse = layout.context.run(
             tensors[:3],
             layout,
-            _given(tensors, numbers),
+            _options_of(tensors, numbers),
             numbers.return_lse,
             numbers.backend or None,
             tensors.rng_state,
@@ -240,8 +240,8 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else dout.new_empty(0)
-        for x, wanted in zip(args[:_GRADIENTS], needed, strict=True)
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad else dout.new_empty(0)
+        for x, needs_grad in zip(args[:_GRADIENTS], needed, strict=True)
     )
 
 
@@ -259,7 +259,7 @@ def _derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Ten
     if dout is None:
         dout = torch.zeros_like(out)
     results = ops.context_backward(dout, dlse, out, lse, needed, *tensors, *ctx.numbers)
-    leading = (g if wanted else None for g, wanted in zip(results, needed, strict=True))
+    leading = (g if needs_grad else None for g, needs_grad in zip(results, needed, strict=True))
     return (*leading, *(None,) * (len(ctx.needs_input_grad) - _GRADIENTS))
 
 

@@ -175,8 +175,9 @@ class ContextParallel(Decoder):
             raise ValueError("layout: want either cu_seqlens or seq_len")
         if cu_seqlens is not None:
             lengths = lengths_of("cu_seqlens", cu_seqlens)
-            given = cu_seqlens_k
-            keys = lengths if given is None else lengths_of("cu_seqlens_k", given)
+            keys = lengths
+            if cu_seqlens_k is not None:
+                keys = lengths_of("cu_seqlens_k", cu_seqlens_k)
             if len(keys) != len(lengths):
                 raise ValueError(
                     f"cu_seqlens_k: got {len(keys)} documents, want {len(lengths)} as in cu_seqlens"
@@ -299,9 +300,9 @@ class ContextParallel(Decoder):
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
-        qkv, given = (q, k, v), with_program(q, options)
-        kind = self._kind(qkv, given, False, backend)
-        call, plan = self._planned(qkv, layout, backend, given, False, kind)
+        qkv, traced = (q, k, v), with_program(q, options)
+        kind = self._kind(qkv, traced, False, backend)
+        call, plan = self._planned(qkv, layout, backend, traced, False, kind)
         return explained(self.requested, self._workload(layout, call), plan.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:

@@ -92,8 +92,8 @@ class Decoder:
         with torch.no_grad():
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
             repeated = None if key is None else self._steps.get(key)
-            given = *tensors, *new, block, backend
-            kind = call_kind(given, options) if repeated is None else repeated[0]
+            arguments = *tensors, *new, block, backend
+            kind = call_kind(arguments, options) if repeated is None else repeated[0]
             is_verified = kind in self._verified
             if repeated is not None and is_verified:
                 step = repeated[1]
@@ -178,8 +178,8 @@ def _prepared(
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = checks.length("cache_seqlens", cache_seqlens)
     cached = Cached(_lengths_for_checks(cache_seqlens, q), k_new=k, v_new=v)
-    given = {name: x for name, x in options.items() if x is not None}
-    _, numbers = describe((q, k_cache, v_cache), cached, given)
+    keywords = {name: x for name, x in options.items() if x is not None}
+    _, numbers = describe((q, k_cache, v_cache), cached, keywords)
     call = decoding_of((q, k_cache, v_cache), (k, v), cache_seqlens, options)
     lengths = check_lengths(dealt, call)
     if isinstance(call.before, int):  # the ranks may give it in both ways
@@ -391,10 +391,10 @@ def step_key(
     """
     if torch.compiler.is_compiling() or is_autocasting(tensors[0]):
         return None
-    *given, lengths = tensors
+    *arguments, lengths = tensors
     if type(lengths) is int:  # it grows with each step
         lengths = "a number of tokens"
-    return memo.key_of(tuple(options), (*given, lengths, block, backend, *options.values()))
+    return memo.key_of(tuple(options), (*arguments, lengths, block, backend, *options.values()))
 
 
 def decoding_of(

@@ -81,12 +81,12 @@ def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, T
     for step, keys, values in _fetched(plan, operands):
         rows, statistics = step.of_queries(out), lse[step.query_heads]
         if step.has_call:
-            given = _operands(plan, operands, step, keys, values)
-            problem = _problem(plan, given, step, is_partial, is_partial or wants_grad)
+            step_operands = _operands(plan, operands, step, keys, values)
+            problem = _problem(plan, step_operands, step, is_partial, is_partial or wants_grad)
             if step.is_first:
-                _attend(problem, given, (rows, statistics))
+                _attend(problem, step_operands, (rows, statistics))
             else:
-                part_out, part_lse = _attend(problem, given)
+                part_out, part_lse = _attend(problem, step_operands)
                 merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
                 rows.copy_(merged_out)
                 statistics.copy_(merged_lse.mT)
@@ -137,9 +137,9 @@ def backward(
         if not step.has_call:
             dk_part, dv_part = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
         else:
-            given = _operands(plan, operands, step, keys, values)
+            step_operands = _operands(plan, operands, step, keys, values)
             problem = _problem(
-                plan, given, step, True, needs_grad=True, bias_needs_grad=bias_needs_grad,
+                plan, step_operands, step, True, needs_grad=True, bias_needs_grad=bias_needs_grad,
                 has_whole_queries=makes_dq,
             )  # fmt: skip
             results = (
@@ -149,7 +149,7 @@ def backward(
                 None if dlse is None else dlse[heads],
                 None if dq is None else step.of_queries(dq),
             )
-            part = _gradients(problem, given, *results)
+            part = _gradients(problem, step_operands, *results)
             if makes_dq:
                 all_dq = part.dq
             dk_part, dv_part = part.dk, part.dv
@@ -214,7 +214,7 @@ class _Shared(NamedTuple):
         cls, operands: Operands, options: Options, bias_needs_grad: bool, dtype: torch.dtype
     ) -> _Shared:
         """Zeros."""
-        wanted = (
+        by_tensor = (
             (operands.bias, bias_needs_grad),
             (operands.sink, True),
             (operands.captured, captured_needs_grad(options)),
@@ -224,7 +224,7 @@ class _Shared(NamedTuple):
         return cls(
             *(
                 None if x is None or not is_needed else torch.zeros_like(x, dtype=dtype)
-                for x, is_needed in wanted
+                for x, is_needed in by_tensor
             )
         )
 
@@ -370,9 +370,9 @@ def _problem(
 ) -> AttentionProblem:
     """The facts of a step's call, with its backend. Not every backend has gradients, so a backward
     says which it needs, and a forward before it selects a backend that also has partial results."""
-    asked = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
+    settings = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
     switch = operands.q.is_cuda and allows_tf32()
-    key = "problem", step.number, *asked, dispatch.forced(), switch
+    key = "problem", step.number, *settings, dispatch.forced(), switch
     cached: AttentionProblem | None = None if plan.memo is None else plan.memo.get(key)
     if cached is not None:
         return cached
@@ -498,16 +498,16 @@ class ContextAttention(torch.autograd.Function):
         *differentiable: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ulysses = plan.ulysses
-        given = operands if ulysses is None else ulysses.spread(operands)
+        spread = operands if ulysses is None else ulysses.spread(operands)
         if precomputed is None:
-            out, lse = forward(plan, given, any(ctx.needs_input_grad))
+            out, lse = forward(plan, spread, any(ctx.needs_input_grad))
         elif ulysses is None:
             out, lse = precomputed[0].clone(), precomputed[1].clone()
         else:
             out, lse = ulysses.spread_out(precomputed[0]), ulysses.spread_lse(precomputed[1])
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.bias = plan, operands.bias
-        ctx.save_for_backward(out, lse, *given)
+        ctx.save_for_backward(out, lse, *spread)
         if ulysses is not None:
             out, lse = ulysses.collect_results(out, lse)
         if not plan.wants_lse:

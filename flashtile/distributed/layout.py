@@ -65,7 +65,7 @@ class Layout:
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
         self.verified = VerifiedCalls(wire)
         self._digests: tuple[str, str] | None = None
-        self.ticket = ticket(self)
+        self.ticket = register_layout(self)
         self.calls = 0  # of attention over all ranks
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
         self.plans: Memo[Any, Any] = Memo(PLANS)  # `Plan`s, whose module imports this one
@@ -331,16 +331,16 @@ def local_inputs(
     for name in _MADE_HERE:
         if tensors.get(name) is not None:
             raise ValueError(f"{name}: the layout makes it, pass none")
-    given = {name: x for name, x in tensors.items() if x is not None}
-    _check(layout, given)
-    mask = given.pop("attention_mask", None)
+    whole = {name: x for name, x in tensors.items() if x is not None}
+    _check(layout, whole)
+    mask = whole.pop("attention_mask", None)
     if mask is not None and (mask.dim() != 2 or not bool(mask.all())):
         raise NotImplementedError(
             "attention_mask: got padding, which a layout does not have; pack the sequences as "
             "documents"
         )
-    labels = given.pop("labels", None)
-    inputs: dict[str, Any] = {name: layout.shard(x, 1) for name, x in given.items()}
+    labels = whole.pop("labels", None)
+    inputs: dict[str, Any] = {name: layout.shard(x, 1) for name, x in whole.items()}
     device = next((x.device for x in (*inputs.values(), labels) if x is not None), None)
     positions = layout.positions if device is None else layout.positions_on(device)
     positions = positions.repeat(max(layout.sequences, 1), 1)
@@ -355,10 +355,10 @@ def local_inputs(
     return inputs
 
 
-def _check(layout: Layout, given: Mapping[str, Tensor]) -> None:
+def _check(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` for a tensor of another shape."""
     rows, tokens = layout.shape
-    for name, x in given.items():
+    for name, x in tensors.items():
         if x.dim() < 2 or tuple(x.shape[:2]) != (rows, tokens):
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({rows}, {tokens}, ...)")
 
@@ -390,7 +390,7 @@ _layouts: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _recent: deque[Any] = deque(maxlen=KEPT)
 
 
-def ticket(layout: Any) -> Tensor:
+def register_layout(layout: Any) -> Tensor:
     """A new ticket for a layout, an int64 scalar on the CPU."""
     number = next(_numbers)
     _layouts[number] = layout

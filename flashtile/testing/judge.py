@@ -58,8 +58,8 @@ def call_failures(
     """
     inputs = {n: x.detach().requires_grad_(bool(through)) for n, x in leaves.items()}
     torch.manual_seed(seed)
-    given = call(inputs)
-    outputs = (given,) if isinstance(given, Tensor) else given
+    returned = call(inputs)
+    outputs = (returned,) if isinstance(returned, Tensor) else returned
     results = dict(zip(("out", "lse"), outputs, strict=False))
     assert len(results) == len(outputs), f"the call gave {len(outputs)} results"
     assert results["out"].dtype == dtype

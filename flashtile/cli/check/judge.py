@@ -80,22 +80,22 @@ def described(call: Call, case: Case) -> str:
             return f"{dtype_name(value.dtype)}{[*value.shape]}"
         return repr(value)
 
-    given = ", ".join(f"{name}={text(value)}" for name, value in call.arguments.items())
-    return f"flashtile.{call.function}({given}, backend={case.backend!r})"
+    shown = ", ".join(f"{name}={text(value)}" for name, value in call.arguments.items())
+    return f"flashtile.{call.function}({shown}, backend={case.backend!r})"
 
 
 def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
     float8 = case.dtype in map(dtype_name, FLOAT8)
     # Attention in float8 has 16-bit results.
     dtype = torch.bfloat16 if float8 else getattr(torch, case.dtype)
-    given = {name: _moved(name, x, device) for name, x in call.arguments.items()}
+    arguments = {name: _moved(name, x, device) for name, x in call.arguments.items()}
     keep = _kept(call, device, seed)
     expected = call.arguments if keep is None else call.arguments | {"keep": keep}
 
     def call_backend(leaves: Leaves) -> tuple[Tensor, ...]:
         moved = {name: x.to(device) for name, x in leaves.items()}
         function = getattr(api, call.function)
-        results = function(**(given | moved), return_lse=True, backend=case.backend)
+        results = function(**(arguments | moved), return_lse=True, backend=case.backend)
         return tuple(x.cpu() for x in results)
 
     def reference(leaves: Leaves, **how: Any) -> Any:
@@ -110,23 +110,23 @@ def _failures(call: Call, case: Case, device: str, seed: int) -> list[str]:
         through=("out",) if call.leaves else (),
         in_float8=float8,
     )
-    return failures + _cache_failures(given, partial(reference, {}), dtype)
+    return failures + _cache_failures(arguments, partial(reference, {}), dtype)
 
 
 def _cache_failures(
-    given: dict[str, Any], reference: Callable[..., Any], dtype: torch.dtype
+    arguments: dict[str, Any], reference: Callable[..., Any], dtype: torch.dtype
 ) -> list[str]:
-    """The errors of the caches in `given` after the call."""
-    if CACHES[0] not in given:
+    """The errors of the caches in `arguments` after the call."""
+    if CACHES[0] not in arguments:
         return []
     failures = []
     truth, plain = (reference(compute_dtype=x) for x in (torch.float64, plain_dtype(dtype)))
     for name in CACHES:
-        x, wanted, low = given[name].cpu(), getattr(truth, name), getattr(plain, name)
+        x, expected, low = arguments[name].cpu(), getattr(truth, name), getattr(plain, name)
         x = x.double() if x.dtype in FLOAT8 else x
-        unused = wanted.isnan() & x.isnan()  # parts of a cache that belong to no sequence
+        unused = expected.isnan() & x.isnan()  # parts of a cache that belong to no sequence
         try:
-            assert_close(name, *(x.masked_fill(unused, 0) for x in (x, wanted, low)), dtype=dtype)
+            assert_close(name, *(x.masked_fill(unused, 0) for x in (x, expected, low)), dtype=dtype)
         except AssertionError as error:
             failures.append(str(error))
     return failures
