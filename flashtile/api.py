@@ -17,8 +17,7 @@ from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, tokens
-from .call.prepare import QKV, Keywords, prepare, with_dropout_seed
-from .call.score_function import outside_of_graphs
+from .call.prepare import QKV, Keywords, outside_of_graphs, prepare, with_dropout_seed
 from .gpu import memory as workspace
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from .api import attention_with_kvcache
 from .call import dispatch
 from .call.layouts import Dense, Packed
 from .call.prepare import QKV, Keywords, prepare
+from .dropout import draw_rng_state
 from .operators import ops
 from .problem import Operands, lse_shape
-from .rng_state import draw_rng_state
 
 BLOCK = 128  # the extension pads lengths to a multiple of this
 

@@ -15,6 +15,7 @@ from torch._functorch import config
 import flashtile
 from flashtile import attention, attention_varlen
 from flashtile.dropout import (
+    draw_rng_state,
     first_kept,
     keep_mask,
     keep_rate,
@@ -22,7 +23,6 @@ from flashtile.dropout import (
     philox_key,
     random_bits,
 )
-from flashtile.rng_state import draw_rng_state
 from flashtile.testing import generator, normal
 
 # Random123 (Salmon et al. 2011), tests/kat_vectors, the lines "philox4x32 7":

@@ -49,7 +49,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("call.prepare",),
     ("call.options", "call.attn_mask", "call.packing"),
     ("bert_padding", "layers"),
-    ("call.checks", "call.keywords", "call.memo", "call.fold_qv"),
+    ("call.checks", "call.memo", "call.fold_qv"),
     ("call.dispatch",),
     ("call.layouts",),
     ("call",),
@@ -61,7 +61,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
-    ("masks", "dropout", "rng_state", "flops", "lazy", "lru", "native_kernels"),
+    ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
     ("gpu.absent", "current_layout", "kernel_hints", "operators"),
     ("autocast",),
 )

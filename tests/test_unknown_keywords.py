@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call.keywords import OTHER_NAMES
+from flashtile.call.options import OTHER_NAMES
 from flashtile.testing import cu_seqlens, generator, qkv
 
 q, k, v = qkv(generator(0), Hq=2, Hk=2)

@@ -14,8 +14,8 @@ from flashtile import cli
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
-from flashtile.cli import in_processes, model_calls, model_layers, warmup
-from flashtile.cli.model_layers import Layer, layers_of
+from flashtile.cli import in_processes, model_calls, warmup
+from flashtile.cli.model_calls import Layer, layers_of
 from flashtile.gpu.absent import TARGETS, current_target
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem
@@ -77,7 +77,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize(("config", "layers"), EXPECTED.values(), ids=list(EXPECTED))
 def test_the_layers_of_a_model(config: dict[str, Any], layers: list[Layer]) -> None:
-    assert layers_of(model_layers.text_config(config)) == layers
+    assert layers_of(model_calls.text_config(config)) == layers
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_latents_are_decoded_as_one_head() -> None:
 def test_a_config_is_read_from_its_file(is_folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    assert model_layers.read_config(str(tmp_path if is_folder else path)) == LLAMA
+    assert model_calls.read_config(str(tmp_path if is_folder else path)) == LLAMA
 
 
 def test_a_name_without_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_layers, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_calls, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'moon/rock'.*install transformers"):
-        model_layers.read_config("moon/rock")
+        model_calls.read_config("moon/rock")
 
 
 @pytest.fixture

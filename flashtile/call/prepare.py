@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..backend_interface import PreparedForward
+from ..dropout import draw_rng_state
 from ..masks import BlockMask
 from ..problem import (
     FLOAT8,
@@ -25,8 +26,7 @@ from ..problem import (
     lse_dtype,
     tile_operands,
 )
-from ..rng_state import draw_rng_state
-from ..score_mod import derivative
+from ..score_mod import derivative, described
 from . import checks, dispatch, memo
 from .attn_mask import with_masks
 from .dispatch import Checked, decide
@@ -34,7 +34,6 @@ from .fold_qv import with_folded_qv, with_placeholders
 from .layouts import Cached, Dense, Layout, Packed
 from .memo import QKV, Keywords
 from .options import NUMBERS, TENSORS
-from .score_function import CAPTURED, with_score_mod
 
 
 class Prepared(NamedTuple):
@@ -47,6 +46,7 @@ class Prepared(NamedTuple):
     forward: PreparedForward | None = None  # if an equal call has been made before
 
 
+CAPTURED = ("captured", "captured_integers")  # operands that the caller does not name
 new_tuple = tuple.__new__  # of a named tuple, in half the time of its own function
 
 
@@ -248,6 +248,38 @@ def _cast(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Ke
     if keywords.get("qv") is not None:
         keywords = {**keywords, "qv": cast_input(keywords["qv"], dtype)}
     return (cast_input(q, dtype), k, v), layout, keywords
+
+
+def outside_of_graphs(function: Callable[..., Any]) -> Any:
+    """`function` without the tracer of torch.compile, whose graph ends before the call; with
+    ``fullgraph=True`` this raises an error.
+    """
+    torch._dynamo.graph_break(msg="flashtile: a call with score_mod runs outside of the graph")
+    return torch.compiler.disable(function)
+
+
+def with_score_mod(q: Any, k: Any, keywords: Keywords) -> Keywords:
+    """The options of a call, with the program of its score function and the operands in `CAPTURED`.
+
+    Raises:
+        TypeError, ValueError: it is no function, or its result is not one score.
+        NotImplementedError: it cannot be traced; the message names the operation.
+    """
+    options = dict(keywords)
+    function = options.pop("score_mod")
+    if function is None:
+        return options
+    if not callable(function):
+        raise TypeError(
+            f"score_mod: got {type(function).__name__}, want a function (score, b, h, i, j) -> "
+            "score"
+        )
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):  # which are refused later
+        return options
+    if q.numel() == 0 or k.numel() == 0:  # there are no scores
+        return options
+    program, *tensors = described(function, lse_dtype(q.dtype), q.device)
+    return {**options, "score_mod": program, **dict(zip(CAPTURED, tensors, strict=True))}
 
 
 def _operands(qkv: QKV, layout: Layout, keywords: Keywords) -> Operands:

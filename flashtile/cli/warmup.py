@@ -23,8 +23,7 @@ from ..gpu.absent import TARGETS, AbsentGpu
 from ..gpu.hardware import TRITON_IS_INSTALLED
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress
-from .model_calls import CAPACITY, LENGTHS, PURPOSES, Call, calls_of
-from .model_layers import read_config
+from .model_calls import CAPACITY, LENGTHS, PURPOSES, Call, calls_of, read_config
 
 TOKENS = 65536  # of a batch so large that the kernels for large calls are compiled
 DTYPES = ("bfloat16", "float16")

@@ -19,11 +19,9 @@ from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_auto
 from ..autograd import is_transformed, refuse_forward_mode
 from ..call import checks
 from ..call.attn_mask import as_bias
-from ..call.keywords import unexpected_keywords
 from ..call.layouts import Packed
-from ..call.options import AttentionOptions, VarlenOptions
-from ..call.prepare import describe
-from ..call.score_function import CAPTURED, with_score_mod
+from ..call.options import AttentionOptions, VarlenOptions, unexpected_keywords
+from ..call.prepare import CAPTURED, describe, with_score_mod
 from ..masks import BlockMask, Spans
 from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype, tile_operands
 from ..score_mod import Described, described

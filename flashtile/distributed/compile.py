@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..autocast import autocast_off, cast_inputs
 from ..call import checks
-from ..call.score_function import with_score_mod
+from ..call.prepare import with_score_mod
+from ..dropout import draw_rng_state
 from ..masks import BlockMask, Spans
 from ..operators import library, ops, register_fake
 from ..problem import lse_dtype
-from ..rng_state import draw_rng_state
 from ..score_mod import Described
 from .arguments import OPTIONS, refuse_unknown
 from .layout import layout_of

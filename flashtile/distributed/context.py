@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 from ..autograd import is_transformed
 from ..call import checks, dispatch
 from ..call.dispatch import BackendName
-from ..call.score_function import outside_of_graphs
+from ..call.prepare import outside_of_graphs
+from ..dropout import draw_rng_state
 from ..lru import Memo
 from ..problem import AttentionProblem, Operands, lse_dtype
-from ..rng_state import draw_rng_state
 from . import compile as compiled
 from . import partition
 from .arguments import (

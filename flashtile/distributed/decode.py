@@ -19,9 +19,8 @@ from ..autocast import autocast_off, cast_input, is_autocasting
 from ..backend_interface import PreparedForward
 from ..call import checks, dispatch, memo
 from ..call.dispatch import BackendName
-from ..call.keywords import unexpected_keywords
 from ..call.layouts import Cached
-from ..call.options import SCORE_NUMBERS
+from ..call.options import SCORE_NUMBERS, unexpected_keywords
 from ..call.prepare import describe
 from ..lru import Memo
 from ..masks import Chunk, Span, Window

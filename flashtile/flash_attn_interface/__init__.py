@@ -5,9 +5,9 @@ return values.
 keyword-only (`Extras`) and mean the same as in `flashtile.attention`.
 """
 
+from ..call.options import CacheExtras, Extras, PaddedExtras
 from .cache import flash_attn_with_kvcache
 from .dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from .extras import CacheExtras, Extras, PaddedExtras
 from .varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..api import Result, attention_with_kvcache
 from ..call import checks
-from ..call.options import WindowSize
-from .extras import CacheExtras
+from ..call.options import CacheExtras, WindowSize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

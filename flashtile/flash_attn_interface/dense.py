@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..api import Result, attention
 from ..call import checks
-from ..call.options import WindowSize
-from .extras import PaddedExtras
+from ..call.options import PaddedExtras, WindowSize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..api import Result, attention_varlen
 from ..call import checks
-from ..call.options import WindowSize
-from .extras import Extras
+from ..call.options import Extras, WindowSize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

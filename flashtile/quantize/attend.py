@@ -13,8 +13,7 @@ from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.layouts import DENSE, Packed
 from ..call.options import Float8Options, PaddedMaskOptions, accepts, refuse_unknown
-from ..call.prepare import prepare, read, with_dropout_seed
-from ..call.score_function import outside_of_graphs
+from ..call.prepare import outside_of_graphs, prepare, read, with_dropout_seed
 from ..operators import ops
 from ..ops.quantize.formula import Recipe, dequantized
 from ..ops.quantize.hadamard import rotation

@@ -9,8 +9,8 @@ from torch import Tensor
 from typing_extensions import Never
 
 from ..call import checks
-from ..call.keywords import unexpected_keywords
 from ..call.layouts import Packed
+from ..call.options import unexpected_keywords
 from ..ops.quantize.formula import Quantized, Recipe
 from ..ops.quantize.op import Rotary, quantize
 from ..ops.quantize.rows import Rows

@@ -28,9 +28,15 @@ from .inputs import (
     tile_kinds,
 )
 from .judge import Leaves, Run, call_failures, output_failures
-from .reference import Reference, attention_reference, dense_block_mask, dense_spans, visible_keys
+from .reference import (
+    Reference,
+    attention_reference,
+    attention_varlen_reference,
+    dense_block_mask,
+    dense_spans,
+    visible_keys,
+)
 from .tolerance import allowed_error, assert_close, plain_dtype
-from .varlen_reference import attention_varlen_reference
 
 __all__ = [
     "DTYPES",

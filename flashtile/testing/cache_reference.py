@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..masks import Spans
 from ..problem import FLOAT8
-from .reference import attention_reference, window_sides
-from .varlen_reference import padded, resize, sequences, unpacked_spans
+from .reference import attention_reference, padded, resize, sequences, unpacked_spans, window_sides
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Generator, Tensor
 
-from ..dropout import keep_mask
-from ..rng_state import draw_rng_state
+from ..dropout import draw_rng_state, keep_mask
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 import flashtile
 from flashtile import BlockMask, Spans
 from flashtile.distributed import ContextParallel, Layout, Mask, context
-from flashtile.rng_state import draw_rng_state
+from flashtile.dropout import draw_rng_state
 from flashtile.testing.tolerance import assert_close
 
 WAYS = ("contiguous", "zigzag", "documents")

@@ -10,10 +10,9 @@ from torch import Tensor
 from flashtile.backends.hopper.forward.plan import KernelConfig
 from flashtile.backends.hopper.shared.span_lists import SpanData, SpanLists, span_tensors, spans_of
 from flashtile.call.layouts import Packed
-from flashtile.dropout import keep_mask
+from flashtile.dropout import draw_rng_state, keep_mask
 from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem, Operands, Options
-from flashtile.rng_state import draw_rng_state
 from flashtile.testing import (
     alibi_slopes,
     cu_seqlens,

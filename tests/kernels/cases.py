@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.dropout import draw_rng_state
 from flashtile.masks import BlockMask, Spans
 from flashtile.problem import Operands, Options
-from flashtile.rng_state import draw_rng_state
 from flashtile.score_mod import ScoreFunction, derivative, described
 from flashtile.testing import alibi_slopes, cu_seqlens, generator, normal, packed_qkv, paged, qkv
 

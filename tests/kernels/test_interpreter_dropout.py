@@ -18,9 +18,8 @@ import triton.language as tl
 
 from flashtile.backends.triton.arguments import RowPositions, Sequences
 from flashtile.backends.triton.tiles import kept
-from flashtile.dropout import first_kept, keep_mask, random_bits
+from flashtile.dropout import draw_rng_state, first_kept, keep_mask, random_bits
 from flashtile.gpu.dropout import dropout_key
-from flashtile.rng_state import draw_rng_state
 from flashtile.testing import generator
 
 
