@@ -185,17 +185,21 @@ class CacheExtras(NewerOptions, ServingOptions, total=False):
     backend: BackendName | None
 
 
-def options_of(kind: Any) -> dict[str, Option]:
-    """The options of one of the classes above."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items()}
-
-
-OPTIONS = options_of(AttentionOptions) | options_of(VarlenOptions) | options_of(CacheOptions)
+# The options of all classes; those of the others are among these.
+OPTIONS: dict[str, Option] = {
+    name: hint.__metadata__[0]
+    for kind in (AttentionOptions, ServingOptions)
+    for name, hint in get_type_hints(kind, include_extras=True).items()
+}
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.kind == "number"}
 # Numbers that say how a score is made, or which ones count, in every function.
 SCORE_NUMBERS = NUMBERS.keys() & (FlashOptions.__optional_keys__ | ScoreOptions.__optional_keys__)
 TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "tensor")
+
+
+def options_of(kind: Any) -> dict[str, Option]:
+    """The options of one of the classes above."""
+    return {name: OPTIONS[name] for name in kind.__annotations__}
 
 
 def refuse_unknown(keywords: Mapping[str, Any], kind: Any, function: Callable[..., Any]) -> None:
