@@ -169,13 +169,13 @@ def packed_call(
     if qv is not None:  # a call gets keys and values side by side; values travel once
         q = without_autocast(torch.cat)((q, qv), dim=-1)
         described_k = k.detach()[..., :1].expand(*k.shape[:-1], q.shape[-1])
-    operands, numbers = describe((q, described_k, v), packed, keywords)
+    operands, call_options = describe((q, described_k, v), packed, keywords)
     operands = operands._replace(
         k=k, cu_seqlens_q=None, cu_seqlens_k=None, alibi_slopes=slopes, bias=bias
     )
     if tiles is not None:
         operands = operands._replace(**tile_operands(options["block_mask"]))
-    return PackedCall(operands, numbers, used, tiles, bias_has_rows)
+    return PackedCall(operands, call_options, used, tiles, bias_has_rows)
 
 
 def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor:

@@ -77,7 +77,7 @@ class PackedKV(NamedTuple):
         size = self.rows.k.element_size()
         return [dim * self.dtype.itemsize // size for dim in self.head_dims]
 
-    def numbers(self, rows: KVRows) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, rows: KVRows) -> tuple[Tensor, Tensor]:
         """Rows of words as keys and values."""
         k, v = (
             x.view(self.dtype).view(x.shape[0], self.heads, dim)
@@ -141,7 +141,7 @@ def sequence_tensors(
     queries: tuple[Positions, ...],
     keys: tuple[Positions, ...],
     with_positions: bool,
-    numbers: tuple[tuple[int, int], ...] | None,
+    sequence_numbers: tuple[tuple[int, int], ...] | None,
     device: torch.device,
     stream: int,
 ) -> SequenceTensors:
@@ -164,7 +164,7 @@ def sequence_tensors(
             int32(starts(keys)),
             q_runs,
             k_runs,
-            None if numbers is None else int32(numbers).view(-1, 2),
+            None if sequence_numbers is None else int32(sequence_numbers).view(-1, 2),
         )
 
 
@@ -174,9 +174,9 @@ def _runs(sequences: Sequence[Positions], width: int) -> list[list[tuple[int, in
     return [runs + [(NO_RUN, 0)] * (width - len(runs)) for runs in used]
 
 
-def indices(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 (numbers,)."""
-    return _indices(numbers, device, stream_of(device))
+def indices(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 (values,)."""
+    return _indices(values, device, stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
@@ -190,9 +190,9 @@ def stream_of(device: torch.device) -> int:
 
 
 @memoised(256)
-def _indices(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+def _indices(values: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 Index = tuple[slice, slice, slice, slice]
@@ -296,12 +296,12 @@ def tiles_of_buffer(operands: Operands, schedule: Schedule, stage: Stage) -> Ope
     if kinds is None or index is None or partial is None:
         return operands
     _, BM, BN = partial.shape
-    numbers = [
+    in_documents = [
         positions.shifted(-shift)  # queries count from the first one of their document
         for positions, shift in zip(schedule.queries, schedule.shifts, strict=True)
     ]
     beyond = tuple(kinds.shape[2:])  # an empty tile after the last one fills up short sequences
-    rows = _tile_numbers(numbers, BM, beyond[0], kinds.device)[:, None, :, None]
+    rows = _tile_numbers(in_documents, BM, beyond[0], kinds.device)[:, None, :, None]
     keys = _tile_numbers(stage.keys, BN, beyond[1], kinds.device)[:, None, None, :]
     documents = schedule.documents if kinds.shape[0] > 1 else (0,) * len(schedule.documents)
     sequences = indices(documents, kinds.device).view(-1, 1, 1, 1)
@@ -319,5 +319,5 @@ def _tile_numbers(
     """The numbers of the tiles that the rows of every sequence fill, (sequences, most tiles)."""
     tiles = [[n for a, b in x.spans for n in range(a // size, -(-b // size))] for x in sides]
     most = max(map(len, tiles), default=0)
-    filled = (n for numbers in tiles for n in (*numbers, *(beyond,) * (most - len(numbers))))
+    filled = (n for row in tiles for n in (*row, *(beyond,) * (most - len(row))))
     return indices(tuple(filled), device).view(len(tiles), most)

@@ -51,8 +51,8 @@ class _Tensors(NamedTuple):
     ticket: Tensor
 
 
-class _Numbers(NamedTuple):
-    """Numbers of an op, as the caller passes them."""
+class _Scalars(NamedTuple):
+    """Scalars of an op, as the caller passes them."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -72,9 +72,9 @@ class _Numbers(NamedTuple):
 
 _GRADIENTS = 10
 _COUNT = len(_Tensors._fields)
-# Options that are tensors or numbers of the ops by themselves.
-_NAMED = [name for name in _Tensors._fields if name in OPTIONS]
-_SCALARS = [name for name in _Numbers._fields if name in OPTIONS and name != "score_mod"]
+# Options that are tensors or scalars of the ops by themselves.
+_TENSOR_NAMES = [name for name in _Tensors._fields if name in OPTIONS]
+_SCALAR_NAMES = [name for name in _Scalars._fields if name in OPTIONS and name != "score_mod"]
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -92,13 +92,15 @@ def _schema(fields: type) -> str:
     return ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
-_TENSORS, _NUMBERS = _schema(_Tensors), _schema(_Numbers)
+_TENSOR_SCHEMA, _SCALAR_SCHEMA = _schema(_Tensors), _schema(_Scalars)
 # A CUDA graph would repeat the exchanges of the documents that it was recorded with.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-library.define(f"context_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)", tags=_TAGS)
+library.define(
+    f"context_forward({_TENSOR_SCHEMA}, {_SCALAR_SCHEMA}) -> (Tensor, Tensor)", tags=_TAGS
+)
 library.define(
     "context_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed, "
-    f"{_TENSORS}, {_NUMBERS}) -> ({', '.join(['Tensor'] * _GRADIENTS)})",
+    f"{_TENSOR_SCHEMA}, {_SCALAR_SCHEMA}) -> ({', '.join(['Tensor'] * _GRADIENTS)})",
     tags=_TAGS,
 )
 
@@ -112,7 +114,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a traced call of `ContextParallel.attention`."""
     refuse_unknown(options, attend)
-    for name in _NAMED:
+    for name in _TENSOR_NAMES:
         if options.get(name) is not None:
             checks.tensor(name, options[name])
     q, k, v = cast_inputs(*qkv)
@@ -132,7 +134,7 @@ def attend(
         q,
         k,
         v,
-        **{name: options.get(name) for name in _NAMED},
+        **{name: options.get(name) for name in _TENSOR_NAMES},
         captured=function.get("captured"),
         captured_integers=function.get("captured_integers"),
         span_starts=None if spans is None else spans.starts,
@@ -143,8 +145,8 @@ def attend(
         rng_state=draw_rng_state(q.device) if dropout_p > 0 else None,
         ticket=layout.ticket,
     )
-    numbers = _Numbers(
-        **{name: options[name] for name in _SCALARS if name in options},
+    scalars = _Scalars(
+        **{name: options[name] for name in _SCALAR_NAMES if name in options},
         window_left=window.left,
         window_right=window.right,
         block_rows=0 if blocks is None else blocks.lengths[0],
@@ -153,45 +155,45 @@ def attend(
         score_mod=function.get("score_mod", ""),
         backend=backend or "",
     )
-    out, lse = ops.context_forward(*tensors, *numbers)
+    out, lse = ops.context_forward(*tensors, *scalars)
     return out, lse
 
 
-def _options_of(tensors: _Tensors, numbers: _Numbers) -> dict[str, Any]:
+def _options_of(tensors: _Tensors, scalars: _Scalars) -> dict[str, Any]:
     """The options of the call."""
     options: dict[str, Any] = {
         name: getattr(source, name)
-        for source, names in ((tensors, _NAMED), (numbers, _SCALARS))
+        for source, names in ((tensors, _TENSOR_NAMES), (scalars, _SCALAR_NAMES))
         for name in names
     }
-    options["window_size"] = (numbers.window_left, numbers.window_right)
+    options["window_size"] = (scalars.window_left, scalars.window_right)
     if tensors.span_starts is not None and tensors.span_stops is not None:
         options["mask"] = Spans(tensors.span_starts, tensors.span_stops)
-    if numbers.score_mod:
+    if scalars.score_mod:
         captured = tensors.captured, tensors.captured_integers
-        options["score_mod"] = Described(numbers.score_mod, *captured)
+        options["score_mod"] = Described(scalars.score_mod, *captured)
     if tensors.tile_kinds is not None:
         assert tensors.partial_index is not None and tensors.partial_tiles is not None
         options["block_mask"] = BlockMask(
             tensors.tile_kinds,
             tensors.partial_index,
             tensors.partial_tiles,
-            (numbers.block_rows, numbers.block_keys),
+            (scalars.block_rows, scalars.block_keys),
         )
     return {name: x for name, x in options.items() if x is not None}
 
 
 def _run(
-    tensors: _Tensors, numbers: _Numbers, precomputed: tuple[Tensor, Tensor] | None = None
+    tensors: _Tensors, scalars: _Scalars, precomputed: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     layout = layout_of(tensors.ticket)
     with autocast_off(tensors.q):
         out, lse = layout.context.run(
             tensors[:3],
             layout,
-            _options_of(tensors, numbers),
-            numbers.return_lse,
-            numbers.backend or None,
+            _options_of(tensors, scalars),
+            scalars.return_lse,
+            scalars.backend or None,
             tensors.rng_state,
             precomputed,
         )
@@ -200,7 +202,7 @@ def _run(
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        out, lse = _run(_Tensors(*args[:_COUNT]), _Numbers(*args[_COUNT:]))
+        out, lse = _run(_Tensors(*args[:_COUNT]), _Scalars(*args[_COUNT:]))
     missing = out.shape[-3] - lse.shape[-1]
     if missing:  # nobody sees lse, but graphs rely on its shape
         lse = torch.nn.functional.pad(lse, (0, missing), value=-torch.inf)
@@ -210,18 +212,18 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
-    tensors, numbers = _Tensors(*args[:_COUNT]), _Numbers(*args[_COUNT:])
+    tensors, scalars = _Tensors(*args[:_COUNT]), _Scalars(*args[_COUNT:])
     leaves = [
-        x if x is None else x.detach().requires_grad_(wanted)
-        for x, wanted in zip(tensors[:_GRADIENTS], needed, strict=True)
+        x if x is None else x.detach().requires_grad_(needs_grad)
+        for x, needs_grad in zip(tensors[:_GRADIENTS], needed, strict=True)
     ]
     named = {name: x for name, x in zip(_Tensors._fields, leaves, strict=False) if x is not None}
     with torch.enable_grad():
-        recorded = _run(tensors._replace(**named), numbers, (out, lse))
+        recorded = _run(tensors._replace(**named), scalars, (out, lse))
         results = [(x, g) for x, g in zip(recorded, (dout, dlse), strict=True) if g is not None]
-        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        differentiable = [x for x in leaves if x is not None and x.requires_grad]
         gradients = iter(
-            torch.autograd.grad([x for x, _ in results], wanted, [g for _, g in results])
+            torch.autograd.grad([x for x, _ in results], differentiable, [g for _, g in results])
         )
     # An op cannot return None, so an empty tensor means "no gradient".
     return tuple(
@@ -247,9 +249,9 @@ def _fake_backward(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.numbers = inputs[_COUNT:]
+    ctx.scalars = inputs[_COUNT:]
     ctx.save_for_backward(*output, *inputs[:_COUNT])
-    if not _Numbers(*ctx.numbers).return_lse:
+    if not _Scalars(*ctx.scalars).return_lse:
         ctx.mark_non_differentiable(output[1])
 
 
@@ -258,7 +260,7 @@ def _derivative(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Ten
     needed = [bool(x) for x in ctx.needs_input_grad[:_GRADIENTS]]
     if dout is None:
         dout = torch.zeros_like(out)
-    results = ops.context_backward(dout, dlse, out, lse, needed, *tensors, *ctx.numbers)
+    results = ops.context_backward(dout, dlse, out, lse, needed, *tensors, *ctx.scalars)
     leading = (g if needs_grad else None for g, needs_grad in zip(results, needed, strict=True))
     return (*leading, *(None,) * (len(ctx.needs_input_grad) - _GRADIENTS))
 

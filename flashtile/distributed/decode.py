@@ -178,7 +178,7 @@ def _prepared(
         cache_seqlens = checks.length("cache_seqlens", cache_seqlens)
     cached = Cached(_lengths_for_checks(cache_seqlens, q), k_new=k, v_new=v)
     keywords = {name: x for name, x in options.items() if x is not None}
-    _, numbers = describe((q, k_cache, v_cache), cached, keywords)
+    _, call_options = describe((q, k_cache, v_cache), cached, keywords)
     call = decoding_of((q, k_cache, v_cache), (k, v), cache_seqlens, options)
     lengths = check_lengths(dealt, call)
     if isinstance(call.before, int):  # the ranks may give it in both ways
@@ -189,10 +189,10 @@ def _prepared(
         "cache_seqlens": lengths[:8],
         "device and dtype": (q.device.type, q.dtype),
         "block": block,
-        "options": numbers._replace(backend=backend or ""),
+        "options": call_options._replace(backend=backend or ""),
         "the shapes of optional tensors": shapes(options),
     }
-    return (Step.of(dealt, call, numbers, backend), call), facts
+    return (Step.of(dealt, call, call_options, backend), call), facts
 
 
 def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ class _Fetch:
         self.pending.wait()
         rows = self.own.buffer(self.sources, self.step.stage.order)
         self.sources = []  # the messages are no longer needed
-        return self.own.numbers(rows)
+        return self.own.keys_and_values(rows)
 
 
 def _operands(plan: Plan, operands: Operands, step: Step, keys: Tensor, values: Tensor) -> Operands:
@@ -346,12 +346,12 @@ def _sequences(plan: Plan, operands: Operands, step: Step) -> SequenceTensors:
     cached: SequenceTensors | None = None if plan.memo is None else plan.memo.get(key)
     if cached is not None:
         return cached
-    numbers = None
+    sequence_numbers = None
     if operands.rng_state is not None or plan.options.score_mod:
-        numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
+        sequence_numbers = tuple(zip(schedule.documents, schedule.shifts, strict=True))
     with_positions = _needs_positions(plan, operands, stage)
     tensors = sequence_tensors(
-        schedule.queries, stage.keys, with_positions, numbers, device, stream
+        schedule.queries, stage.keys, with_positions, sequence_numbers, device, stream
     )
     if plan.memo is not None:
         plan.memo[key] = tensors
@@ -439,7 +439,7 @@ class KeyGradients:
         }
         received = {message.peer: words.empty(message.rows) for message in stage.sends}
         self.arrived = {
-            message.peer: words.numbers(words.split(received[message.peer], message.rows))
+            message.peer: words.keys_and_values(words.split(received[message.peer], message.rows))
             for message in stage.sends
         }
         what = "gradients of keys and values"

@@ -385,16 +385,16 @@ def shift_labels(
 
 KEPT = 256  # layouts that stay alive until a compiled backward has run
 
-_numbers = count()
+_layout_ids = count()
 _layouts: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _recent: deque[Any] = deque(maxlen=KEPT)
 
 
 def register_layout(layout: Any) -> Tensor:
     """A new ticket for a layout, an int64 scalar on the CPU."""
-    number = next(_numbers)
-    _layouts[number] = layout
-    return torch.tensor(number)
+    layout_id = next(_layout_ids)
+    _layouts[layout_id] = layout
+    return torch.tensor(layout_id)
 
 
 def layout_of(ticket: Tensor) -> Any:

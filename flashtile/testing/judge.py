@@ -67,27 +67,27 @@ def call_failures(
         assert results["lse"].dtype == torch.promote_types(dtype, torch.float32)
     g = generator(seed + 1)
     cotangents = {n: normal(g, *x.shape, dtype=x.dtype) for n, x in results.items()}
-    ways = [way for way in through if set(way.split(" and ")) <= set(results)]
+    paths = [path for path in through if set(path.split(" and ")) <= set(results)]
 
     def run(compute_dtype: torch.dtype, **how: Any) -> Run:
         cast = {n: x.detach().to(compute_dtype) for n, x in leaves.items()}
         cast = {n: x.requires_grad_(bool(through)) for n, x in cast.items()}
         result = reference(cast, compute_dtype=compute_dtype, **how)
         expected = {n: getattr(result, n) for n in results}
-        return expected | _gradients(cast, expected, cotangents, ways)
+        return expected | _gradients(cast, expected, cotangents, paths)
 
-    got = results | _gradients(inputs, results, cotangents, ways)
+    got = results | _gradients(inputs, results, cotangents, paths)
     for leaf, x in leaves.items():
-        for way in ways:
-            assert got[f"d{leaf} through {way}"].dtype == x.dtype
+        for path in paths:
+            assert got[f"d{leaf} through {path}"].dtype == x.dtype
     return _failures(got, run, dtype, in_float8)
 
 
-def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -> Run:
-    """The gradient of every leaf through the outputs that each of `ways` joins."""
+def _gradients(leaves: Leaves, results: Run, cotangents: Run, paths: list[str]) -> Run:
+    """The gradient of every leaf through the outputs that each of `paths` joins."""
     gradients: Run = {}
-    for way in ways:
-        names = way.split(" and ")
+    for path in paths:
+        names = path.split(" and ")
         grads = torch.autograd.grad(
             [results[n] for n in names],
             list(leaves.values()),
@@ -96,7 +96,7 @@ def _gradients(leaves: Leaves, results: Run, cotangents: Run, ways: list[str]) -
             allow_unused=True,
         )
         for (leaf, x), grad in zip(leaves.items(), grads, strict=True):
-            gradients[f"d{leaf} through {way}"] = torch.zeros_like(x) if grad is None else grad
+            gradients[f"d{leaf} through {path}"] = torch.zeros_like(x) if grad is None else grad
     return gradients
 
 

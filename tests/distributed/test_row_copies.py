@@ -26,10 +26,10 @@ def test_rows_of_some_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
         message = words.empty(5)
         message.copy_(torch.arange(len(message)))
         arrived = words.split(message, 5)
-        received = words.numbers(arrived)
+        received = words.keys_and_values(arrived)
         sent = torch.cat([x.flatten() for x in received])
         assert torch.equal(sent, message)  # the keys, and then the values
-        joined = words.numbers(words.buffer([words.rows, arrived], PIECES))
+        joined = words.keys_and_values(words.buffer([words.rows, arrived], PIECES))
         for got, x, part in zip(joined, own, received, strict=True):
             sources = x[:, heads], part
             assert torch.equal(got, torch.cat([sources[n][a:b] for n, a, b in PIECES]))
@@ -45,7 +45,7 @@ def test_odd_addresses() -> None:
             k = memory[first:].as_strided((6, 2, 8), (16 + gap, 8, 1), first)
             words = PackedKV.of(k, k)
             pieces = [Rows(0, 4, 6), Rows(0, 0, 3)]
-            for got in words.numbers(words.buffer([words.rows], pieces)):
+            for got in words.keys_and_values(words.buffer([words.rows], pieces)):
                 assert torch.equal(got, torch.cat([k[4:6], k[0:3]]))
 
 
@@ -62,5 +62,5 @@ def test_numbers_that_words_do_not_hold(name: str) -> None:
     plain = drawn(6, 4, 16, torch.float32)
     own = plain[..., ::2] if name == "every second number" else torch._neg_view(plain)
     words = PackedKV.of(own, own)
-    for got in words.numbers(words.buffer([words.rows], [Rows(0, 4, 6), Rows(0, 0, 3)])):
+    for got in words.keys_and_values(words.buffer([words.rows], [Rows(0, 4, 6), Rows(0, 0, 3)])):
         assert torch.equal(got, torch.cat([own[4:6], own[0:3]]))
