@@ -51,7 +51,7 @@ ENVIRONMENT := tests/test_layering.py tests/test_pytorch_compile.py tests/test_p
 	tests/training/test_settings.py
 
 .PHONY: help demo train test test-quick test-environment test-full test-gpu test-triton \
-	test-triton-full test-emulated compiled planted environments packages tritons lint format notebooks docs bench wheel kernel-hub clean \
+	test-triton-full test-emulated compiled planted clients environments packages tritons lint format notebooks docs bench wheel kernel-hub clean \
 	$(foreach stage,interpret emulate count compile,$(TRITONS:%=$(stage)-triton-%))
 .DEFAULT_GOAL := help
 
@@ -75,6 +75,9 @@ test-environment: $(VENV)/.dev  ## those that another Python or PyTorch may brea
 
 test-full:  ## the same with 2,000 random combinations of options
 	FLASHTILE_DRAWS=2000 $(MAKE) test
+
+clients: $(VENV)/.dev  ## other libraries' programs on flashtile, beside their own plain attention (ARGS are names)
+	$(PY) tests/clients.py --folder $(DATA)/clients $(ARGS)
 
 test-gpu: $(VENV)/.dev  ## those that need a GPU; most of the time is compiling, so many processes help
 	$(PY) -m pytest -m gpu -n 15 $(ARGS)
