@@ -2,7 +2,7 @@
 
     python tests/clients.py [NAME ...] [--folder FOLDER]
 
-Their packages, without what they depend on, are downloaded to FOLDER (default: .data/clients), never
+Their packages, without what they depend on, go to FOLDER (default: .data/clients), never
 into this environment. Each program runs in a process of its own on the CPU, where flashtile is
 installed as flash_attn and no file of the library is changed. It prints a line for each client: the
 seconds, and the largest difference from plain attention relative to the largest value, or an error.
