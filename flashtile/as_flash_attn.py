@@ -1,32 +1,35 @@
 """``python -m flashtile.as_flash_attn script.py args...`` runs a script that was written for
 flash_attn, unchanged.
 
-``-m module args...`` runs a module, as Python's own ``-m`` does. With `--force` before either,
-flashtile also replaces an installed flash-attn.
+``-m module args...`` runs a module, as Python's own ``-m`` does. Before either, `--force` replaces
+an installed flash-attn, too, and `--only` and `--version` choose what to provide, as the arguments
+of `flashtile.integrations.flash_attn.install`.
 """
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
 
+from .cli.flash_attn import add_choice, chosen
 from .integrations import flash_attn
-
-USAGE = "usage: python -m flashtile.as_flash_attn [--force] (script.py | -m module) [args...]"
 
 
 def main(arguments: list[str]) -> None:
     """Run the script or module that the arguments name; it gets the other arguments as
     ``sys.argv``.
     """
-    force = arguments[:1] == ["--force"]
-    arguments = arguments[force:]
-    is_module = arguments[:1] == ["-m"]
-    arguments = arguments[is_module:]
-    if not arguments or (arguments[0].startswith("-") and not is_module):
-        sys.exit(USAGE)
-    with flash_attn.install(force):
+    parser = argparse.ArgumentParser("python -m flashtile.as_flash_attn")
+    parser.add_argument("--force", action="store_true", help="replace an installed flash-attn")
+    add_choice(parser)
+    parser.add_argument("-m", action="store_true", dest="is_module", help="run a module")
+    parser.add_argument("program", help="script.py, or with -m a module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(arguments)
+    arguments, is_module = [options.program, *options.args], options.is_module
+    with flash_attn.install(options.force, **chosen(options)):
         sys.argv = arguments
         if is_module:
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)

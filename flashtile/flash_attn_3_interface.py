@@ -102,8 +102,20 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    only_qv: bool = False,
 ) -> Any:
-    """`flashtile.attention_varlen`; with `return_attn_probs` it returns (out, lse)."""
+    """`flashtile.attention_varlen`; with `return_attn_probs` it returns (out, lse).
+
+    SGLang's keywords: `return_softmax_lse` does the same, `sinks` is `sink`, and `only_qv` is as in
+    `flash_attn_with_kvcache`.
+    """
+    if only_qv:
+        q, k, k_descale, qv = _instead_of_q_and_k(qv, v, v_descale)
     q, k, v, qv, finish = forward_only(q, k, v, qv)
     result = attention_varlen(
         q,
@@ -128,7 +140,10 @@ def flash_attn_varlen_func(
         pack_gqa=pack_gqa,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        return_lse=return_attn_probs,
+        return_lse=return_attn_probs or return_softmax_lse,
+        page_table=page_table,
+        sink=sinks,
+        out=out,
     )
     return finish(result)
 
@@ -194,7 +209,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     scheduler_metadata: Tensor | None = None,
@@ -202,10 +217,23 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    only_qv: bool = False,
 ) -> Any:
     """`flashtile.attention_with_kvcache`; with `return_softmax_lse` it returns (out, lse,
     out_accum, lse_accum), where the last two are empty.
+
+    SGLang's keywords: `sinks` is `sink`, and `attention_chunk` may be None. With `only_qv` the
+    scores are those of `qv` and the values alone: `q`, `k_cache` and `k` may be None and are not
+    read, and `softmax_scale` is by default that of the values' head dim.
     """
+    if only_qv:
+        if rotary_cos is not None:
+            raise ValueError("rotary_cos: want None with only_qv, which has nothing to rotate")
+        q, k_cache, k_descale, qv = _instead_of_q_and_k(qv, v_cache, v_descale)
+        k = v
     result = attention_with_kvcache(
         q,
         k_cache,
@@ -229,7 +257,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        attention_chunk=attention_chunk,
+        attention_chunk=attention_chunk or 0,
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         scheduler_metadata=scheduler_metadata,
@@ -237,6 +265,8 @@ def flash_attn_with_kvcache(
         pack_gqa=pack_gqa,
         sm_margin=sm_margin,
         return_lse=return_softmax_lse,
+        sink=sinks,
+        out=out,
     )
     return (*result, *_no_parts(q)) if return_softmax_lse else result
 
@@ -456,6 +486,17 @@ def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
             "left for keys and values"
         )
     return qkv.split([num_heads_q, heads // 2, heads // 2], dim=2)
+
+
+def _instead_of_q_and_k(
+    qv: Tensor | None, v: Tensor, v_descale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    """q, k, k_descale and qv of a call with `only_qv`: its queries are `qv`, and its keys the
+    values.
+    """
+    if qv is None:
+        raise ValueError("qv: got None, want the queries with only_qv")
+    return qv, v, v_descale, None
 
 
 def _no_parts(q: Tensor) -> tuple[Tensor, Tensor]:

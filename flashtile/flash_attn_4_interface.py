@@ -177,6 +177,12 @@ class SchedulerMetadataTensorsTorch(NamedTuple):
     blocks_to_batch_idx: Tensor | None = None
 
 
+def _validate_head_dims(
+    head_dim: int, head_dim_v: int, compute_capability: int, alignment: int
+) -> None:
+    """Accept all: a call with head dims that no backend takes raises an error that says so."""
+
+
 def get_scheduler_metadata(
     max_seqlen_q: int,
     max_seqlen_k: int,

@@ -477,6 +477,27 @@ INTEGRATIONS_AND_MODELS = [
         "tests/test_flash_attn_install.py -k test_a_stub",
     ),
     Planted(
+        "an installation takes another release than that in effect",
+        "Installation.__init__",
+        "choice != current",
+        "choice.versions != current.versions",
+        "tests/test_flash_attn_install.py -k test_two_choices",
+    ),
+    Planted(
+        "a causal mask of Triton's functions starts at the bottom right",
+        "flash_attn_func",
+        "right = q.shape[1] - seen",
+        "right = 0",
+        "tests/test_flash_attn_older.py -k test_bias",
+    ),
+    Planted(
+        "views of several tensors are written to as others are",
+        "_in_place",
+        "x.is_leaf or _is_view_of_several(x)",
+        "x.is_leaf",
+        "tests/test_rotary.py -k test_inplace_on_views",
+    ),
+    Planted(
         "gradients of keys that no query sees go to other heads",
         "_sdpa_cpu_backward",
         "unseen = (0, 0, 0, 0, 0, key.shape[2] - dk.shape[1])",

@@ -47,7 +47,8 @@ DEFAULTS = {"flash_attn_func": 1, "flash_attn_varlen_func": 1, "flash_attn_with_
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
     parameters = inspect.signature(getattr(fa3, name)).parameters
-    assert list(parameters) == PARAMETERS[name].split()
+    of_others = [x for x, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    assert [x for x in parameters if x not in of_others] == PARAMETERS[name].split()
     if name in DEFAULTS:
         assert parameters["num_splits"].default == DEFAULTS[name]
 
@@ -119,6 +120,60 @@ def test_cache(tensors, seed):
     _, _, *parts = fa3.flash_attn_with_kvcache(*tensors, return_softmax_lse=True)
     assert [x.numel() for x in parts] == [0, 0]
     assert isinstance(fa3.flash_attn_with_kvcache(*tensors), torch.Tensor)
+
+
+@pytest.fixture
+def paged(seed):
+    """SGLang's tensors: q and qv of 5 tokens, pages of 4 keys, their table, and three lengths."""
+    g = generator(seed)
+    q, qv = normal(g, 5, 4, 8), normal(g, 5, 4, 16)
+    k_pages, v_pages = normal(g, 6, 4, 2, 8), normal(g, 6, 4, 2, 16)
+    table = torch.tensor([[0, 2, 1], [3, 5, 4]], dtype=torch.int32)
+    used = torch.tensor([9, 6], dtype=torch.int32)
+    return q, qv, k_pages, v_pages, table, used, cu_seqlens([2, 3]), cu_seqlens([9, 6])
+
+
+def packed_keys(pages, table, used):
+    rows = [pages[row.long()].flatten(0, 1)[:n] for row, n in zip(table, used, strict=True)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("only_qv", [False, True])
+@pytest.mark.parametrize("function", ["flash_attn_with_kvcache", "flash_attn_varlen_func"])
+def test_the_keywords_of_sglang(function, only_qv, paged, seed):
+    q, qv, k_pages, v_pages, table, used, cu_q, cu_k = paged
+    sinks, out = normal(generator(seed), 4), torch.empty(5, 4, 16)
+    options = {"softmax_scale": 0.3, "causal": True, "sinks": sinks, "out": out}
+    if only_qv:
+        given: tuple = (None, None, v_pages)
+    else:
+        given = (q, k_pages, v_pages)
+    options |= {"qv": qv, "only_qv": only_qv, "return_softmax_lse": True, "page_table": table}
+    if function == "flash_attn_with_kvcache":
+        options |= {"cache_seqlens": used, "cu_seqlens_q": cu_q, "cu_seqlens_k_new": cu_k}
+        lengths = {"max_seqlen_q": 3, "attention_chunk": None}
+        got, lse, *_ = fa3.flash_attn_with_kvcache(*given, **options, **lengths)
+    else:
+        options["seqused_k"] = used
+        got, lse = fa3.flash_attn_varlen_func(*given, cu_q, None, 3, 9, **options)
+    k, v = (packed_keys(pages, table, used) for pages in (k_pages, v_pages))
+    inputs, more = ((qv, v, v), {}) if only_qv else ((q, k, v), {"qv": qv})
+    wanted, wanted_lse = flashtile.attention_varlen(
+        *inputs, cu_q, cu_k, 3, 9, softmax_scale=0.3, causal=True, sink=sinks, return_lse=True,
+        **more,
+    )  # fmt: skip
+    assert got is out
+    assert torch.equal(got, wanted)
+    assert torch.equal(lse, wanted_lse)
+
+
+def test_only_qv_refuses_what_it_has_no_queries_for(paged):
+    _, qv, _, v_pages, table, used, *_ = paged
+    how = {"page_table": table, "cache_seqlens": used, "only_qv": True}
+    with pytest.raises(ValueError, match="qv: got None"):
+        fa3.flash_attn_with_kvcache(None, None, v_pages, **how)
+    with pytest.raises(ValueError, match="rotary_cos: want None with only_qv"):
+        fa3.flash_attn_with_kvcache(None, None, v_pages, qv=qv, rotary_cos=qv, **how)
 
 
 def test_metadata_checks_what_it_is_given():

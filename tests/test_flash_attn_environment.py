@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +43,8 @@ except ImportError as error:
 """
 
 
-def command(action: str, folder: Path) -> int:
-    return main(["flash-attn", action, "--folder", str(folder)])
+def command(action: str, folder: Path, *options: str) -> int:
+    return main(["flash-attn", action, "--folder", str(folder), *options])
 
 
 def run(program: str, folder: Path, *more: Path) -> subprocess.CompletedProcess[str]:
@@ -102,11 +103,36 @@ def test_uninstall_removes_what_install_wrote(tmp_path, capsys):
     assert "not installed" in capsys.readouterr().out
 
 
-def test_another_version_leaves_none_of_the_old_files(tmp_path, monkeypatch):
+def test_another_version_leaves_none_of_the_old_files(tmp_path):
     assert command("install", tmp_path) == 0
-    monkeypatch.setattr(flash_attn, "FLASH_ATTN_2", FLASH_ATTN_2._replace(version="9.0"))
-    assert command("install", tmp_path) == 0
-    assert [path.name for path in tmp_path.glob("*.dist-info")] == ["flash_attn-9.0.dist-info"]
+    assert command("install", tmp_path, "--version", "2.6.3") == 0
+    assert [path.name for path in tmp_path.glob("*.dist-info")] == ["flash_attn-2.6.3.dist-info"]
+
+
+@pytest.mark.slow
+def test_a_choice_reaches_every_process(tmp_path):
+    assert command("install", tmp_path, "--only", "2", "--version", "2.6.3") == 0
+    program = """
+import site; site.addsitedir(FOLDER)
+import importlib.metadata, importlib.util, flash_attn
+print(flash_attn.__version__, importlib.metadata.version("flash-attn"))
+print(importlib.util.find_spec("flash_attn_interface"))
+"""
+    assert run(program, tmp_path).stdout.splitlines() == ["2.6.3 2.6.3", "None"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--only", "3"), "--only: want 2 among them"),
+        (("--only", "2,5"), r"versions: got \(2, 5\)"),
+        (("--version", "2.5"), "version: got '2.5'"),
+    ],
+)
+def test_a_choice_that_is_none_writes_nothing(options, message, tmp_path, capsys):
+    assert command("install", tmp_path, *options) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not files(tmp_path)
 
 
 def test_a_real_flash_attn_is_not_replaced(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 import types
@@ -93,6 +94,115 @@ def test_blocks_nest_and_end_after_an_error():
     assert importlib.util.find_spec("flash_attn") is None
 
 
+def test_only_the_versions_that_were_asked_for():
+    with flash_attn.install(versions=(2,)):
+        assert importlib.import_module("flash_attn.bert_padding").pad_input
+        for name in ("flash_attn_interface", "flash_attn_3", "flash_attn.cute"):
+            assert importlib.util.find_spec(name) is None
+            with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'"):
+                importlib.import_module(name)
+        assert not hasattr(importlib.import_module("flash_attn"), "cute")
+    with flash_attn.install(versions=(3,)):
+        assert importlib.import_module("flash_attn_interface").flash_attn_func
+        assert importlib.util.find_spec("flash_attn") is None
+    with flash_attn.install(versions=(4, 2)):
+        assert importlib.import_module("flash_attn.cute").flash_attn_func
+        assert importlib.util.find_spec("flash_attn_interface") is None
+
+
+@pytest.mark.parametrize(("version", "results"), [("2.6.3", 4), ("2.7.0.post2", 5), (None, 5)])
+def test_another_release(version, results):
+    with flash_attn.install(version=version):
+        from flash_attn import __version__
+        from flash_attn.bert_padding import pad_input, unpad_input
+
+        shown = version or "2.8.4"
+        assert __version__ == importlib.metadata.version("flash-attn") == shown
+        x, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+        found = unpad_input(x, mask)
+        assert len(found) == results
+        assert torch.equal(pad_input(found[0], found[1], 2, 3), x * mask.unsqueeze(-1))
+
+
+def test_two_choices_at_once_are_refused():
+    with flash_attn.install(versions=[2, 2], version="2.6"):
+        before = sys.meta_path.copy(), loaded()
+        for choice in ({"versions": (2, 3)}, {"version": "2.8.4"}):
+            with pytest.raises(RuntimeError, match=r"installed with \(\(2,\), '2.6'\)"):
+                flash_attn.install(**choice)
+        assert (sys.meta_path, loaded()) == before
+        with flash_attn.install(), flash_attn.install(version="2.6"):  # what is in effect
+            assert importlib.import_module("flash_attn").__version__ == "2.6"
+    with flash_attn.install(version="2.8.4"):
+        assert importlib.import_module("flash_attn").__version__ == "2.8.4"
+
+
+@pytest.mark.parametrize(
+    "choice", [{"versions": ()}, {"versions": (2, 5)}, {"versions": (3, 4)}, {"version": "2.5.8"}]
+)
+def test_a_choice_that_is_none(choice):
+    with pytest.raises(ValueError, match=f"{next(iter(choice))}: got "):
+        flash_attn.install(**choice)
+
+
+def test_an_error_while_installing_restores_everything(monkeypatch):
+    stub = types.ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    before = sys.meta_path.copy(), loaded()
+
+    def fail(self):
+        raise RuntimeWarning("a warning that is an error")
+
+    monkeypatch.setattr(flash_attn._Finder, "open_names_in_time", fail)
+    with pytest.raises(RuntimeWarning):
+        flash_attn.install(force=True)
+    assert (sys.meta_path, loaded()) == before
+
+
+def test_submodules_are_attributes():
+    with flash_attn.install():
+        import flash_attn as ours
+
+        assert "flash_attn.flash_attn_interface" not in sys.modules
+        assert ours.flash_attn_interface.flash_attn_varlen_qkvpacked_func
+        assert ours.ops.triton.layer_norm.layer_norm_fn
+        with pytest.raises(AttributeError, match=r"has no flash_attn\.nothing; it provides "):
+            _ = ours.nothing
+
+
+def test_names_that_flash_attn_has_from_elsewhere(monkeypatch):
+    einops = types.ModuleType("einops")
+    vars(einops)["rearrange"] = lambda x, pattern: x
+    monkeypatch.setitem(sys.modules, "einops", einops)
+    with flash_attn.install():
+        from flash_attn import flash_attn_varlen_kvpacked_func as wanted
+        from flash_attn.bert_padding import rearrange
+        from flash_attn.flash_attn_interface import flash_attn_cuda
+        from flash_attn.modules.mha import flash_attn_varlen_kvpacked_func
+
+        assert rearrange is einops.rearrange
+        assert flash_attn_cuda.fwd and flash_attn_varlen_kvpacked_func is wanted
+
+
+def test_a_function_is_timed(capsys):
+    x, calls = torch.randn(2, 2), []
+    with flash_attn.install():
+        from flash_attn.utils.benchmark import benchmark_forward
+
+        def function(x, scale):
+            calls.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else 0)
+            return x * scale
+
+        timer, found = benchmark_forward(function, x, scale=2, repeats=3, desc="scaling")
+        assert found.mean > 0 and timer.timeit(1).mean > 0
+        assert "scaling - Forward pass" in capsys.readouterr().out
+        assert set(calls) == {0} and len(calls) >= 4
+        calls.clear()
+        benchmark_forward(function, x, 2, verbose=False, amp=True, amp_dtype=torch.bfloat16)
+        assert set(calls) == {torch.bfloat16}
+        assert not capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "name", [name for package in PACKAGES for name in package.modules], ids=lambda name: name
 )
@@ -159,16 +269,19 @@ def test_what_is_lacking_is_named():
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_what_to_use_instead_is_named(name):
+def test_what_to_use_instead_is_named(name, monkeypatch):
     """By an error for the whole module, or for the name in it."""
     module, _, attribute = name.rpartition(".")
     with flash_attn.install():
         known = any(name in package.modules for package in PACKAGES)
-        with pytest.raises(ImportError, match=f"has no {name}; use {INSTEAD[name]}"):
+        message = rf"has no {name}, which flash-attn [\d.]+ has; use {re.escape(INSTEAD[name])}"
+        monkeypatch.setitem(sys.modules, "einops", None)  # it has some of the names
+        with pytest.raises(ImportError, match=message):
             importlib.import_module(name)
-        if importlib.util.find_spec(module) is not None and module != "flash_attn":
+        assert importlib.util.find_spec(name) is None
+        if module and importlib.util.find_spec(module) is not None and module != "flash_attn":
             owner = importlib.import_module(module)
-            with pytest.raises(AttributeError, match=f"has no {name}; use {INSTEAD[name]}"):
+            with pytest.raises(AttributeError, match=message):
                 getattr(owner, attribute)
     assert not known
 
@@ -238,9 +351,19 @@ def test_as_flash_attn_runs_scripts_and_modules(tmp_path, as_module):
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--unknown"]])
-def test_as_flash_attn_says_how_to_call_it(arguments):
-    with pytest.raises(SystemExit, match="usage: "):
+def test_as_flash_attn_says_how_to_call_it(arguments, capsys):
+    with pytest.raises(SystemExit):
         as_flash_attn.main(arguments)
+    assert "usage: " in capsys.readouterr().err
+
+
+def test_as_flash_attn_chooses(tmp_path, capsys):
+    script = write(tmp_path / "program.py", "import flash_attn; print(flash_attn.__version__)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [])
+        patch.setattr(sys, "path", [*sys.path])
+        as_flash_attn.main(["--only", "2", "--version", "2.6.3", str(script)])
+    assert capsys.readouterr().out == "2.6.3\n"
 
 
 def test_flash_attention_3_and_4():

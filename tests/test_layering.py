@@ -35,10 +35,11 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("modules", "losses"),
     ("",),
     ("flash_attn_3_interface",),
-    ("flash_attn_2_interface", "flash_attn_4_interface"),
+    ("flash_attn_1_interface", "flash_attn_2_interface", "flash_attn_4_interface"),
     (
         "flash_attn_2_cuda",
         "flash_attn_interface",
+        "flash_attn_triton",
         "flash_blocksparse_attn_interface",
         "quantize",
     ),

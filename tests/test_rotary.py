@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -225,6 +225,31 @@ def test_inplace_on_a_view_reaches_the_gradient_of_its_base() -> None:
     close(x.grad, grad)
 
 
+@pytest.mark.parametrize("part", ["one", "both"])
+def test_inplace_on_views_of_a_function_that_returns_several(part: str) -> None:
+    """PyTorch forbids to write to them; the result records the rotation, on their memory."""
+    leaf = torch.randn(2, 5, 128, requires_grad=True)
+    q, kv = (leaf * 1).split([64, 64], dim=-1)
+    q, kv = q.view(2, 5, 4, 16), kv.view(2, 5, 2, 2, 16)
+    layer = RotaryEmbedding(16, pos_idx_in_fp32=True)
+    cos, sin, *_ = layer.tables(5, q.device, q.dtype)
+    wanted_q = apply_rotary_emb(q, cos, sin)
+    wanted_kv = torch.stack((apply_rotary_emb(kv[:, :, 0], cos, sin), kv[:, :, 1]), dim=2)
+    wanted = (wanted_q, wanted_kv) if part == "both" else (wanted_kv,)
+    weights = [torch.randn_like(x) for x in wanted]
+
+    def gradient(results: Sequence[Tensor]) -> Tensor:
+        loss = sum(((x * w).sum() for x, w in zip(results, weights, strict=True)), Tensor([0]))
+        return torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+
+    expected = gradient(wanted)
+    places = q.data_ptr(), kv.data_ptr()
+    got = layer(q, kv) if part == "both" else (apply_rotary_emb_kv_(kv, cos, sin),)
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+    assert tuple(x.data_ptr() for x in got) == places[-len(got) :]
+    torch.testing.assert_close(gradient(got), expected)
+
+
 def test_inplace_makes_pytorch_notice_a_value_that_backward_needs() -> None:
     x, (cos, sin) = torch.randn(1, 3, 1, 4, requires_grad=True), tables(3, 2)
     out = apply_rotary_emb(x.exp(), cos, sin, inplace=True)
@@ -427,7 +452,8 @@ SIGNATURES = {
     apply_rotary_emb_qkv_: f"qkv, cos, sin, cos_k=None, sin_k=None, {TAIL}, num_heads_q=None",
     apply_rotary_emb_kv_: f"kv, cos, sin, {TAIL}",
     rotate_half: "x, interleaved=False",
-    RotaryEmbedding: "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+    RotaryEmbedding: "dim, base=10000.0, interleaved=False, scale_base=None, device=None, "
+    "pos_idx_in_fp32=True",
     RotaryEmbedding(2).forward: "qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
 }
 

@@ -12,9 +12,10 @@ import sysconfig
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from pathlib import Path
+from typing import Any
 
 from ..integrations import flash_attn_hook
-from ..integrations.flash_attn_modules import FLASH_ATTN_2
+from ..integrations.flash_attn_modules import Choice
 
 OWNER = "flashtile"  # what pip calls the installer
 HOOK = "_flashtile_as_flash_attn"
@@ -29,6 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="where Python looks for packages (default: site-packages of this Python)",
     )
+    add_choice(parser)
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add what to provide."""
+    parser.add_argument(
+        "--only",
+        dest="versions",
+        type=lambda text: tuple(int(number) for number in text.split(",")),
+        metavar="2,3,4",
+        help="which of FlashAttention 2, 3 and 4 to provide (default: all)",
+    )
+    parser.add_argument(
+        "--version",
+        help=f"release of FlashAttention 2 to pass for, from 2.6 on (default: {Choice().version})",
+    )
+
+
+def chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `flashtile.integrations.flash_attn.install` that were given."""
+    given = {"versions": args.versions, "version": args.version}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,9 +76,14 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    try:
+        files = contents(**chosen(args))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     if ours is not None:  # perhaps of another version
         remove(recorded(folder, ours), folder)
-    return install(folder)
+    return install(folder, files)
 
 
 def status(folder: Path, ours: Distribution | None, is_real: bool) -> str:
@@ -67,30 +95,36 @@ def status(folder: Path, ours: Distribution | None, is_real: bool) -> str:
     return f"flash_attn is {OWNER}, as version {ours.version}, in {folder}"
 
 
-def contents() -> dict[str, str]:
-    """The files of an installation, by path; the one that starts the hook is the last."""
-    info = f"flash_attn-{FLASH_ATTN_2.version}.dist-info"
+def contents(**choice: Any) -> dict[str, str]:
+    """The files of an installation, by path; the one that starts the hook is the last. ValueError
+    if there is nothing to choose like this.
+    """
+    package = Choice(**choice).packages()[0]
+    if package.distribution != "flash-attn":
+        raise ValueError("--only: want 2 among them, whose name and version pip sees")
+    info = f"flash_attn-{package.version}.dist-info"
     hook = Path(flash_attn_hook.__file__).read_text(encoding="utf-8")
+    start = ", ".join(f"{name}={value!r}" for name, value in choice.items())
     files = {
         f"{HOOK}.py": hook,
         f"{info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {FLASH_ATTN_2.version}\n"
+            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {package.version}\n"
             f"Summary: {OWNER} in place of flash-attn\n"
         ),
         f"{info}/INSTALLER": f"{OWNER}\n",
         f"{info}/top_level.txt": "flash_attn\n",
         f"{info}/RECORD": "",
-        f"{HOOK}.pth": f"import {HOOK}; {HOOK}.start()\n",
+        f"{HOOK}.pth": f"import {HOOK}; {HOOK}.start({start})\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in files)
     return files
 
 
-def install(folder: Path) -> int:
+def install(folder: Path, files: dict[str, str]) -> int:
     """Write all files, or none if one cannot be written."""
     written: list[Path] = []
     try:
-        for name, text in contents().items():
+        for name, text in files.items():
             path = folder / name
             path.parent.mkdir(exist_ok=True)
             written.append(path)

@@ -19,7 +19,9 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
@@ -27,7 +29,7 @@ from os import PathLike
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any
 
-from .flash_attn_modules import PACKAGES, Contents, Package, missing
+from .flash_attn_modules import ELSEWHERE, INSTEAD, Choice, Contents, Package, missing, owner
 
 _OWN_NAME = __name__.split(".")[0]
 TRANSFORMERS = "transformers.modeling_utils"
@@ -38,7 +40,11 @@ IMPLEMENTATIONS = {  # what transformers calls a distribution
 }
 
 
-def install(force: bool = False) -> Installation:
+def install(
+    force: bool = False,
+    versions: Collection[int] | None = None,
+    version: str | None = None,
+) -> Installation:
     """Let ``import flash_attn`` find flashtile, from now on or in a ``with`` block.
 
     If a distribution of the FlashAttention project is installed, imports continue to find it.
@@ -47,29 +53,58 @@ def install(force: bool = False) -> Installation:
 
     Args:
         force: replace installed distributions, too.
+        versions: which of FlashAttention 2, 3 and 4 to provide, such as (2,) for a program that
+            prefers FlashAttention-3 and calls it as an old release; all, or those in effect, by
+            default.
+        version: the release of FlashAttention-2 to pass for, from "2.6" on; the newest by default.
+            As "2.6", `unpad_input` returns four values. Nothing else that is public changed.
 
     Returns:
         The installation: a context manager with a method `uninstall`.
+
+    Raises:
+        ValueError: there are no such versions.
+        RuntimeError: an installation with other versions is in effect.
     """
-    return Installation(force)
+    return Installation(force, versions, version)
 
 
 class Installation:
     """The effect of one call of `install`."""
 
-    def __init__(self, force: bool = False) -> None:
-        served = [package for finder in _finders() for package in finder.packages]
+    def __init__(
+        self,
+        force: bool = False,
+        versions: Collection[int] | None = None,
+        version: str | None = None,
+    ) -> None:
+        outer = _finders()
+        current = outer[0].choice if outer else Choice()
+        given = current.versions if versions is None else tuple(sorted(set(versions)))
+        choice = Choice(given, current.version if version is None else version)
+        packages = choice.packages()
+        if outer and choice != current:
+            raise RuntimeError(
+                f"versions, version: flash_attn is installed with {tuple(current)}, and cannot be "
+                f"with {tuple(choice)} at the same time"
+            )
+        served = [package for finder in outer for package in finder.packages]
         self.packages = tuple(
             package
-            for package in PACKAGES
+            for package in packages
             if package not in served and (force or not is_installed(package))
         )
         self._force = force
-        self._finder: _Finder | None = _Finder(self.packages)
-        self._hidden = self._take_modules()
+        self._finder: _Finder | None = _Finder(self.packages, choice)
+        self._hidden: dict[str, ModuleType] = {}
         sys.meta_path.insert(0, self._finder)
-        self._finder.waits_for_transformers = TRANSFORMERS in sys.modules
-        self._finder.open_names_in_time()
+        try:
+            self._hidden = self._take_modules()
+            self._finder.waits_for_transformers = TRANSFORMERS in sys.modules
+            self._finder.open_names_in_time()
+        except BaseException:  # such as a warning that is an error
+            self.uninstall()
+            raise
 
     def __enter__(self) -> Installation:
         return self
@@ -108,10 +143,8 @@ class Installation:
 
     def _replaces(self, name: str) -> bool:
         """Whether this installation provides `name`; with `force`, all submodules count as well."""
-        package = _owner(name)
-        if package is None or package not in self.packages:
-            return False
-        return self._force or name in package.modules
+        package = _provider(name, self.packages)
+        return package is not None and (self._force or name in package.modules)
 
 
 def is_installed(package: Package) -> bool:
@@ -137,10 +170,11 @@ def _real_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     return None
 
 
-def _owner(name: str) -> Package | None:
-    """The package that a module belongs to; the innermost one if packages are nested."""
-    owners = [package for package in PACKAGES if package.owns(name)]
-    return max(owners, key=lambda package: len(package.marker.rpartition(".")[0]), default=None)
+def _provider(name: str, packages: tuple[Package, ...]) -> Package | None:
+    """That of the packages which a module belongs to."""
+    of_module = owner(name)
+    distribution = None if of_module is None else of_module.distribution
+    return next((x for x in packages if x.distribution == distribution), None)
 
 
 def _finders() -> list[_Finder]:
@@ -156,8 +190,8 @@ def _bind_in_parent(name: str, module: ModuleType) -> None:
 class _Finder(DistributionFinder):
     """Finds the modules and the metadata of the packages it is given."""
 
-    def __init__(self, packages: tuple[Package, ...]) -> None:
-        self.packages = packages
+    def __init__(self, packages: tuple[Package, ...], choice: Choice) -> None:
+        self.packages, self.choice = packages, choice
         self.libraries: dict[str, Any] = {}  # of operators, by namespace
         self.close_names: Callable[[], None] = lambda: None
         self.waits_for_transformers = False
@@ -199,12 +233,13 @@ class _Finder(DistributionFinder):
             if spec is not None and spec.loader is not None:
                 spec.loader = _Opening(spec.loader, self)
             return spec
-        package = _owner(fullname)
-        if package is None or package not in self.packages:
+        package = _provider(fullname, self.packages)
+        is_library = "." not in fullname and fullname in INSTEAD  # compiled, beside the packages
+        if package is None and not is_library:
             return None
-        contents = package.modules.get(fullname)
+        contents = None if package is None else package.modules.get(fullname)
         if contents is not None:
-            loader = _Loader(contents, self.libraries)
+            loader = _Loader(contents, self)
             # Every module is a package, so ``from module import name`` asks this finder for a name
             # that the module lacks.
             spec = ModuleSpec(fullname, loader, origin=_OWN_NAME, is_package=True)
@@ -265,9 +300,8 @@ class _Opening(Loader):
 class _Loader(Loader):
     """Creates a module that holds names of flashtile's modules."""
 
-    def __init__(self, contents: Contents, libraries: dict[str, Any]) -> None:
-        self.contents = contents
-        self.libraries = libraries
+    def __init__(self, contents: Contents, finder: _Finder) -> None:
+        self.contents, self.finder = contents, finder
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the module with the names of its sources."""
@@ -279,22 +313,30 @@ class _Loader(Loader):
             vars(module).update(shown)
         vars(module).update(contents.constants)
         namespace = contents.operators
-        if namespace is not None and namespace not in self.libraries:
+        libraries = self.finder.libraries
+        if namespace is not None and namespace not in libraries:
             from .flash_attn_ops import register
 
-            self.libraries[namespace] = register(namespace)
+            libraries[namespace] = register(namespace)
         module.__doc__ = f"{_OWN_NAME} instead of {module.__name__}."
-        vars(module)["__getattr__"] = _missing_from(module.__name__)
+        vars(module)["__getattr__"] = partial(_attribute, self.finder.packages, module.__name__)
 
 
-def _missing_from(module: str) -> Any:
-    def __getattr__(name: str) -> Any:
-        child = sys.modules.get(f"{module}.{name}")  # a submodule of a namespace package
-        if child is not None:
-            return child
-        raise AttributeError(missing(f"{module}.{name}"))
-
-    return __getattr__
+def _attribute(packages: tuple[Package, ...], module: str, name: str) -> Any:
+    """What a module of ours imports when it is first asked for: a submodule, or a name that it has
+    from elsewhere.
+    """
+    path = f"{module}.{name}"
+    if path in sys.modules:  # a submodule of a namespace package
+        return sys.modules[path]
+    package = _provider(path, packages)
+    if package is not None and path in package.modules:
+        return importlib.import_module(path)
+    if path in ELSEWHERE:
+        source, _, name = ELSEWHERE[path].rpartition(".")
+        with suppress(ImportError):  # einops, which flash-attn requires and flashtile does not
+            return getattr(importlib.import_module(source), name)
+    raise AttributeError(missing(path))
 
 
 class _Metadata(Distribution):

@@ -22,7 +22,8 @@ NAMES = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interfac
 class Hook:
     """A finder that gives way to that of `flashtile.integrations.flash_attn.install`."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: dict[str, object]) -> None:
+        self.choice = choice
         self.lock = RLock()
         self.is_installing = False
 
@@ -48,13 +49,16 @@ class Hook:
             return False
         self.is_installing = True
         try:
-            importlib.import_module("flashtile.integrations.flash_attn").install()
+            importlib.import_module("flashtile.integrations.flash_attn").install(**self.choice)
         finally:
             self.is_installing = False
         sys.meta_path.remove(self)
         return True
 
 
-def start() -> None:
-    """Append a hook: the last finder, so that a flash_attn that is really there comes first."""
-    sys.meta_path.append(Hook())
+def start(**choice: object) -> None:
+    """Append a hook: the last finder, so that a flash_attn that is really there comes first.
+
+    `choice` are arguments of `flashtile.integrations.flash_attn.install`.
+    """
+    sys.meta_path.append(Hook(choice))

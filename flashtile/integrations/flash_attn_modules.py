@@ -6,6 +6,8 @@ that users import to the modules of flashtile that provide the contents.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 
@@ -60,7 +62,11 @@ FLASH_ATTN_2 = Package(
             constants=(("__version__", "2.8.4"),),
             operators="flash_attn",
         ),
-        "flash_attn.flash_attn_interface": Contents(("flash_attn_2_interface",)),
+        "flash_attn.flash_attention": Contents(("modules.flash_attention",)),
+        "flash_attn.flash_attn_interface": Contents(
+            ("flash_attn_2_interface", "flash_attn_1_interface")
+        ),
+        "flash_attn.flash_attn_triton": Contents(("flash_attn_triton",)),
         "flash_attn_2_cuda": Contents(("flash_attn_2_cuda",)),
         "flash_attn.bert_padding": Contents(("bert_padding",)),
         "flash_attn.flash_blocksparse_attn_interface": Contents(
@@ -99,6 +105,7 @@ FLASH_ATTN_2 = Package(
         "flash_attn.ops.triton.cross_entropy": Contents(("losses.token_losses",)),
         "flash_attn.ops.triton.rotary": Contents(("layers.apply_rotary",)),
         "flash_attn.utils": Contents(),
+        "flash_attn.utils.benchmark": Contents(("integrations.flash_attn_benchmark",)),
         "flash_attn.utils.distributed": Contents(("layers.tensor_parallel",)),
         "flash_attn.utils.generation": Contents(("models.generation", "models.decoding")),
     },
@@ -111,6 +118,7 @@ FLASH_ATTN_3 = Package(
     modules={
         "flash_attn_interface": Contents(("flash_attn_3_interface",), operators="flash_attn_3"),
         "flash_attn_3": Contents(constants=(("__version__", "3.0.0"),), operators="flash_attn_3"),
+        "flash_attn_3._C": Contents(operators="flash_attn_3"),
         "flash_attn_3.flash_attn_interface": Contents(("flash_attn_3_interface",)),
     },
 )
@@ -132,12 +140,70 @@ FLASH_ATTN_4 = Package(
 
 PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
 
+
+def owner(name: str) -> Package | None:
+    """The package that a module or a name belongs to; the innermost one if packages are nested."""
+    owners = [package for package in PACKAGES if package.owns(name)]
+    return max(owners, key=lambda package: len(package.marker.rpartition(".")[0]), default=None)
+
+
+class Choice(NamedTuple):
+    """What to provide: which of FlashAttention 2, 3 and 4, and as which version of 2."""
+
+    versions: Collection[int] = (2, 3, 4)
+    version: str = FLASH_ATTN_2.version
+
+    def packages(self) -> tuple[Package, ...]:
+        """The packages; ValueError if there are none like these."""
+        if not self.versions or not {2, 3, 4}.issuperset(self.versions):
+            raise ValueError(f"versions: got {self.versions}, want some of (2, 3, 4)")
+        if 4 in self.versions and 2 not in self.versions:
+            raise ValueError(f"versions: got {self.versions}, want 2 with 4, which is inside it")
+        if not re.fullmatch(r"2\.[678](\.\w+)*", self.version):
+            raise ValueError(f"version: got {self.version!r}, want one of 2.6, 2.7 and 2.8")
+        modules = FLASH_ATTN_2.modules.copy()
+        shown = (("__version__", self.version),)
+        modules["flash_attn"] = modules["flash_attn"]._replace(constants=shown)
+        if self.version.startswith("2.6"):
+            sources = ("bert_padding", "integrations.flash_attn_2_6")
+            modules["flash_attn.bert_padding"] = Contents(sources)
+        chosen = FLASH_ATTN_2._replace(version=self.version, modules=modules)
+        numbered = {2: chosen, 3: FLASH_ATTN_3, 4: FLASH_ATTN_4}
+        return tuple(numbered[number] for number in sorted(set(self.versions)))
+
+
+# Names that flash_attn's modules import from elsewhere, and programs from them.
+ELSEWHERE = {
+    "flash_attn.bert_padding.rearrange": "einops.rearrange",
+    "flash_attn.bert_padding.repeat": "einops.repeat",
+    "flash_attn.flash_attn_interface.flash_attn_cuda": (  # until 2.6
+        "flash_attn.flash_attn_interface.flash_attn_gpu"
+    ),
+    "flash_attn.modules.mha.rearrange": "einops.rearrange",
+    "flash_attn.modules.mha.repeat": "einops.repeat",
+    **{
+        f"flash_attn.modules.mha.{name}": f"flash_attn.{name}"
+        for name in _SEVEN
+        if "packed" in name or "kvcache" in name
+    },
+}
+
 # Names that are missing -> what to use; of modules and of what they hold.
 INSTEAD = {
-    "flash_attn.flash_attn_interface.flash_attn_forward": "flash_attn_func",
-    "flash_attn.flash_attn_triton": "flash_attn_func, with bias= instead of attn_bias",
+    "dropout_layer_norm": "flash_attn.ops.layer_norm",
+    "flash_attn_cuda": "flash_attn.flash_attn_interface",
+    "fused_dense_lib": "flash_attn.ops.fused_dense",
+    "rotary_emb": "flash_attn.layers.rotary",
+    "xentropy_cuda_lib": "flash_attn.losses.cross_entropy",
+    **{
+        name: "einops itself (pip install einops)"
+        for name, source in ELSEWHERE.items()
+        if source.startswith("einops.")
+    },
+    "flash_attn.flash_attn_interface.flash_attn_unpadded_qkvpacked_split_func": (
+        "flash_attn_varlen_qkvpacked_func"
+    ),
     "flash_attn.flash_attn_triton_og": "flash_attn_func",
-    "flash_attn.flash_attention": "flash_attn.modules.mha",
     "flash_attn.flash_blocksparse_attention": "flashtile.attention with block_mask=",
     "flash_attn.fused_softmax": "flash_attn_func, or torch.softmax",
     "flash_attn.layers.rotary.ApplyRotaryEmb": "apply_rotary_emb",
@@ -165,7 +231,17 @@ INSTEAD = {
     "flash_attn.ops.triton.layer_norm.layer_norm_ref": "torch.nn.functional.layer_norm",
     "flash_attn.ops.triton.layer_norm.rms_norm_ref": "torch.nn.functional.rms_norm",
     "flash_attn.ops.triton.mlp.FusedDenseSqreluDenseFunc": "fused_dense_sqrelu_dense_function",
-    "flash_attn.utils.benchmark": "torch.utils.benchmark",
+    **{
+        f"flash_attn.utils.benchmark.{name}": "torch.utils.benchmark, torch.profiler"
+        for name in (
+            "benchmark_all",
+            "benchmark_backward",
+            "benchmark_combined",
+            "benchmark_fwd_bwd",
+            "benchmark_memory",
+            "pytorch_profiler",
+        )
+    },
     "flash_attn.utils.distributed.AllGatherFunc": "all_gather",
     "flash_attn.utils.distributed.AllReduceFunc": "all_reduce",
     "flash_attn.utils.distributed.ReduceScatterFunc": "reduce_scatter",
@@ -180,7 +256,18 @@ INSTEAD = {
 }
 
 
+# Where other releases than those of `PACKAGES` have them.
+RELEASES = {
+    "flash_attn_cuda": "flash-attn 1.0.9",
+    "flash_attn.flash_attn_interface.flash_attn_unpadded_qkvpacked_split_func": "flash-attn 1.0.9",
+    "flash_attn.fused_softmax": "flash-attn 2.8.2",
+}
+
+
 def missing(name: str) -> str:
     """What to say about a name that flashtile lacks."""
-    instead = INSTEAD.get(name)
-    return f"flashtile has no {name}" + (f"; use {instead}" if instead else "")
+    package = owner(name) or FLASH_ATTN_2
+    release = RELEASES.get(name, f"{package.distribution} {package.version}")
+    if name in INSTEAD:
+        return f"flashtile has no {name}, which {release} has; use {INSTEAD[name]}"
+    return f"flashtile has no {name}; it provides names of {release}"

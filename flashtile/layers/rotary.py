@@ -160,9 +160,10 @@ def apply_rotary_emb(
         x: (batch, seq, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
         cos, sin: (table_len, rotary_dim / 2) of any floating dtype, rotary_dim <= head_dim.
         interleaved: a pair is (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
-        inplace: write into the memory of x. Use the returned tensor afterwards: if x is a leaf
-            that requires a gradient, only the returned tensor records the rotation. In that case a
-            compiled graph returns a second tensor with its own memory.
+        inplace: write into the memory of x. Use the returned tensor afterwards: if x requires a
+            gradient and is a leaf, or a result of `split`, `chunk` or `unbind`, only the returned
+            tensor records the rotation. For a leaf, a compiled graph returns a second tensor with
+            its own memory.
         seqlen_offsets: the position of each sequence's first row: int, or (batch,) int32 or int64.
         cu_seqlens: (batch + 1,) int32 or int64, cumulative lengths of packed sequences, 0 first.
         max_seqlen: upper bound of the packed lengths, needed with cu_seqlens.
@@ -181,7 +182,7 @@ def apply_rotary_emb(
     angles = _angles(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     if not inplace:
         return rotate(x, angles, interleaved)
-    return _in_place(x, lambda memory: rotate_in_place(memory, angles, interleaved))
+    return _in_place((x, lambda memory: rotate_in_place(memory, angles, interleaved)))[0]
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -224,7 +225,7 @@ def apply_rotary_emb_qkv_(
         rotate_in_place(q, angles, interleaved)
         rotate_in_place(k, angles_k, interleaved)
 
-    return _in_place(qkv, rotate_q_and_k)
+    return _in_place((qkv, rotate_q_and_k))[0]
 
 
 def apply_rotary_emb_kv_(
@@ -246,7 +247,7 @@ def apply_rotary_emb_kv_(
     check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
     interleaved = checks.flag("interleaved", interleaved)
     angles = _angles(kv[:, :, 0], cos, sin, seqlen_offsets)
-    return _in_place(kv, lambda memory: rotate_in_place(memory[:, :, 0], angles, interleaved))
+    return _in_place((kv, lambda kv: rotate_in_place(kv[:, :, 0], angles, interleaved)))[0]
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -264,6 +265,7 @@ class RotaryEmbedding(torch.nn.Module):
         interleaved: as in `apply_rotary_emb`.
         scale_base: None for plain RoPE; 512 is usual for XPos.
         device: device of the buffers.
+        pos_idx_in_fp32: changes no result: positions are in float32, as in flash_attn since 2.8.
 
     Raises:
         ValueError: dim is not a positive even number.
@@ -279,8 +281,11 @@ class RotaryEmbedding(torch.nn.Module):
         interleaved: bool = False,
         scale_base: float | None = None,
         device: torch.device | str | None = None,
+        *,
+        pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
+        self.pos_idx_in_fp32 = pos_idx_in_fp32
         if dim <= 0 or dim % 2:
             raise ValueError(f"dim: must be positive and even, got {dim}")
         self.dim = dim
@@ -386,28 +391,44 @@ class RotaryEmbedding(torch.nn.Module):
         if cos_k is not None and sin_k is not None:
             cos, sin = cos_k, sin_k
         angles_k = _angles(kv[:, :, 0], cos, sin, seqlen_offset)
-        return (
-            _in_place(qkv, lambda q: rotate_in_place(q, angles_q, self.interleaved)),
-            _in_place(kv, lambda kv: rotate_in_place(kv[:, :, 0], angles_k, self.interleaved)),
+        q, kv = _in_place(
+            (qkv, lambda q: rotate_in_place(q, angles_q, self.interleaved)),
+            (kv, lambda kv: rotate_in_place(kv[:, :, 0], angles_k, self.interleaved)),
         )
+        return q, kv
 
 
-def _in_place(x: Tensor, change: Callable[[Tensor], None]) -> Tensor:
-    """Let `change` write to x, even if PyTorch forbids it because x is a leaf that requires a
-    gradient.
+def _in_place(*changes: tuple[Tensor, Callable[[Tensor], None]]) -> tuple[Tensor, ...]:
+    """Let each change write to its tensor x, even if PyTorch forbids it because x is a leaf that
+    requires a gradient, or a view of a function that returned several, such as `split`.
 
-    For such a leaf, a second tensor on the same memory records the history. A compiled graph cannot
-    return such an alias, so there the second tensor has its own memory.
+    For such an x, a second tensor on the same memory records the history. A compiled graph cannot
+    return such an alias, so there the second tensor of a leaf has its own memory.
     """
-    if not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
+    copies = []  # all before the first write, after which PyTorch forbids to use the other views
+    for x, change in changes:
+        is_recorded = x.requires_grad and torch.is_grad_enabled()
+        copy = x.clone() if is_recorded and (x.is_leaf or _is_view_of_several(x)) else None
+        copies.append(copy)
+        if copy is not None:
+            change(copy)
+    return tuple(_written(x, change, y) for (x, change), y in zip(changes, copies, strict=True))
+
+
+def _written(x: Tensor, change: Callable[[Tensor], None], changed: Tensor | None) -> Tensor:
+    if changed is None:
         change(x)
         return x
-    rotated = x.clone()
-    change(rotated)
     if torch.compiler.is_compiling():
-        x.detach().copy_(rotated.detach())
-        return rotated
-    return x.detach().copy_(rotated)
+        x.detach().copy_(changed.detach())
+        return changed
+    return x.detach().copy_(changed)
+
+
+def _is_view_of_several(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or not x._is_view():
+        return False
+    return torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT
 
 
 def _angles(

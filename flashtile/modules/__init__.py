@@ -5,8 +5,16 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import alibi, attend, block, embedding, inference, mha, mlp
+    from . import alibi, attend, block, embedding, flash_attention, inference, mha, mlp
 else:
     __getattr__, __dir__ = lazy.submodules(
-        __name__, "alibi", "attend", "block", "embedding", "inference", "mha", "mlp"
+        __name__,
+        "alibi",
+        "attend",
+        "block",
+        "embedding",
+        "flash_attention",
+        "inference",
+        "mha",
+        "mlp",
     )
