@@ -371,8 +371,8 @@ DISTRIBUTED = [
     Planted(
         "in debug mode only first calls are compared",
         "VerifiedCalls.__contains__",
-        "kind in self._kinds and not self._compares_every_call",
-        "kind in self._kinds",
+        "signature in self._signatures and not self._compares_every_call",
+        "signature in self._signatures",
         "tests/distributed/test_consistency.py -k test_in_debug_mode",
     ),
 ]

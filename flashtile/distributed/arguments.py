@@ -334,7 +334,7 @@ def lengths_of(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 
-def call_kind(tensors: Sequence[Any], options: Mapping[str, Any], *settings: Any) -> Any:
+def call_signature(tensors: Sequence[Any], options: Mapping[str, Any], *settings: Any) -> Any:
     """What decides which messages a call has and whether it is refused, and nothing in which ranks
     may differ. Otherwise one of them would compare a call that the others have compared before.
     Which of the tensors require gradients is up to each rank, unless `settings` say it."""
@@ -342,18 +342,18 @@ def call_kind(tensors: Sequence[Any], options: Mapping[str, Any], *settings: Any
         *settings,
         autocast_dtype(tensors[0]),
         *[(x.shape, x.dtype, x.device.type) if isinstance(x, Tensor) else repr(x) for x in tensors],
-        *[(name, kind(name, x)) for name, x in sorted(options.items())],
+        *[(name, value_signature(name, x)) for name, x in sorted(options.items())],
     )
 
 
-def plan_key(kind: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
+def plan_key(signature: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, ...]:
     """What decides how a rank runs a call, together with the values of its options."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return kind, *[x.device for x in qkv], reserved_processors, deterministic
+    return signature, *[x.device for x in qkv], reserved_processors, deterministic
 
 
 def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
-    """Whether `call_kind` says everything about a call besides the contents of q, k and v: the
+    """Whether `call_signature` says everything about a call besides the contents of q, k and v: the
     options have neither tensors nor masks nor functions, and autocast does not change dtypes."""
     parts = (x if type(x) is tuple else (x,) for x in options.values())
     are_numbers = all(
@@ -362,7 +362,7 @@ def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
     return are_numbers and not is_autocasting(qkv[0])
 
 
-def kind(name: str, x: Any) -> Any:
+def value_signature(name: str, x: Any) -> Any:
     """What decides whether two values of an argument need one agreement of the ranks or two. It is
     equal on all ranks, whose GPUs have numbers of their own."""
     if isinstance(x, Tensor):
@@ -374,7 +374,7 @@ def kind(name: str, x: Any) -> Any:
         of_tiles = TileMap.of(x).digest if checks.is_readable(x.kinds) else None
         return x.lengths, x.tile_size, of_tiles
     if isinstance(x, tuple):
-        return tuple(kind(name, part) for part in x)
+        return tuple(value_signature(name, part) for part in x)
     return repr(x)
 
 

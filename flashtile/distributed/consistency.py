@@ -1,10 +1,11 @@
 """All ranks compare what they are about to do, so that they fail together or not at all.
 
 A rank that sends less than another one expects goes unnoticed by gloo and hangs NCCL. Before the
-first exchange of a new kind of call each rank therefore sends a record to all others: what it has,
-or why it refuses. Then either all go on or all raise the same error. Later calls of a kind send no
-record, unless ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set: then every call is compared. Ranks that
-otherwise make different calls later on wait for each other until the timeout of the group.
+first exchange of a call with a new signature each rank therefore sends a record to all others: what
+it has, or why it refuses. Then either all go on or all raise the same error. Later calls with that
+signature send no record, unless ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set: then every call is
+compared. Ranks that otherwise make different calls later on wait for each other until the timeout
+of the group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from .collectives import Communicator
 
 RECORD_BYTES = 2048
-KINDS = 1024  # of calls that ranks have compared; the cache drops the oldest one
+MOST_SIGNATURES = 1024  # that ranks have compared; the oldest one is dropped
 
 Result = TypeVar("Result")
 _ERRORS: dict[str, type[Exception]] = {
@@ -47,11 +48,11 @@ def verify_across_ranks(
         record: dict[str, Any] = {"facts": {name: str(fact) for name, fact in facts.items()}}
     except Exception as error:  # whatever it is, the other ranks wait to be told
         reason = error
-        kind = next(
+        error_name = next(
             (name for name, error_type in _ERRORS.items() if isinstance(error, error_type)), ""
         )
-        text = str(error) if kind else f"{type(error).__name__}: {error}"
-        record = {"kind": kind, "error": text}
+        text = str(error) if error_name else f"{type(error).__name__}: {error}"
+        record = {"kind": error_name, "error": text}
     records = all_gather_objects(comm, record)
     for rank, other in enumerate(records):
         if "error" in other:
@@ -68,25 +69,28 @@ def verify_across_ranks(
 
 
 class VerifiedCalls:
-    """The kinds of calls that all ranks have compared.
+    """The signatures of calls that all ranks have compared.
 
-    All ranks add a kind in the same call and drop the oldest one in the same call, so none of them
-    compares while the others do not. `clear_caches`, which only some ranks may call, leaves them.
+    All ranks add a signature in the same call and drop the oldest one in the same call, so none of
+    them compares while the others do not. `clear_caches`, which only some ranks may call, leaves
+    them.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self._kinds = comm, dict[Any, None]()
+        self.comm, self._signatures = comm, dict[Any, None]()
         self._compares_every_call = dist.get_debug_level() == dist.DebugLevel.DETAIL
 
-    def __contains__(self, kind: Any) -> bool:
-        return kind in self._kinds and not self._compares_every_call
+    def __contains__(self, signature: Any) -> bool:
+        return signature in self._signatures and not self._compares_every_call
 
-    def verify(self, kind: Any, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]) -> Result:
-        """`verify_across_ranks`, for the first call of a kind."""
+    def verify(
+        self, signature: Any, prepare: Callable[[], tuple[Result, Mapping[str, Any]]]
+    ) -> Result:
+        """`verify_across_ranks`, for the first call with a signature."""
         result = verify_across_ranks(self.comm, prepare)
-        self._kinds[kind] = None
-        if len(self._kinds) > KINDS:
-            del self._kinds[next(iter(self._kinds))]
+        self._signatures[signature] = None
+        if len(self._signatures) > MOST_SIGNATURES:
+            del self._signatures[next(iter(self._signatures))]
         return result
 
 

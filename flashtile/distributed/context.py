@@ -23,7 +23,7 @@ from . import partition
 from .arguments import (
     PackedCall,
     Qkv,
-    call_kind,
+    call_signature,
     digest,
     has_only_qkv,
     lengths_of,
@@ -37,7 +37,7 @@ from .arguments import (
 )
 from .buffers import indices
 from .collectives import Communicator, ProcessCommunicator, connect
-from .consistency import KINDS, VerifiedCalls
+from .consistency import MOST_SIGNATURES, VerifiedCalls
 from .decode import Decoder
 from .executor import attend, is_recomputing
 from .layout import Layout
@@ -140,7 +140,7 @@ class ContextParallel(Decoder):
         self.machine = machine
         self.reserved_processors = 0
         self.generator: torch.Generator | None = None
-        self._verified, self._steps = VerifiedCalls(comm), Memo(KINDS)
+        self._verified, self._steps = VerifiedCalls(comm), Memo(MOST_SIGNATURES)
 
     def layout(
         self,
@@ -301,8 +301,8 @@ class ContextParallel(Decoder):
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
         qkv, traced = (q, k, v), with_program(q, options)
-        kind = self._kind(qkv, traced, False, backend)
-        call, plan = self._planned(qkv, layout, backend, traced, False, kind)
+        signature = self._signature(qkv, traced, False, backend)
+        call, plan = self._planned(qkv, layout, backend, traced, False, signature)
         return explained(self.requested, self._workload(layout, call), plan.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
@@ -349,30 +349,31 @@ class ContextParallel(Decoder):
             known: (out, lse) of an equal call, to record its gradients without computing it again.
         """
         options = with_program(qkv[0], options)
-        kind = self._kind(qkv, options, return_lse, backend)
+        signature = self._signature(qkv, options, return_lse, backend)
         layout.calls += known is None
-        is_verified = kind in layout.verified
+        is_verified = signature in layout.verified
         if is_verified and layout.context is self and has_only_qkv(qkv, options):
-            plan = layout.plans.get((plan_key(kind, qkv, self.reserved_processors), None))
+            plan = layout.plans.get((plan_key(signature, qkv, self.reserved_processors), None))
             if plan is not None:
                 return self._run(plan, None, qkv, layout, rng_state, known)
         if is_verified:
-            call, plan = self._planned(qkv, layout, backend, options, return_lse, kind)
+            call, plan = self._planned(qkv, layout, backend, options, return_lse, signature)
         else:
             call, plan = layout.verified.verify(
-                kind, lambda: self._runnable(qkv, layout, backend, options, return_lse, kind)
+                signature,
+                lambda: self._runnable(qkv, layout, backend, options, return_lse, signature),
             )
             connect(self.comm, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
         operands = call.operands if plan.memo is None else None
         return self._run(plan, operands, qkv, layout, rng_state, known)
 
-    def _kind(
+    def _signature(
         self, qkv: Qkv, options: Mapping[str, Any], return_lse: bool, backend: str | None
     ) -> Any:
         transforms = is_transformed(), forward_ad._current_level >= 0
         settings = return_lse, backend, transforms, needs_gradients(qkv), self.machine
-        return call_kind(qkv, options, *settings)
+        return call_signature(qkv, options, *settings)
 
     def _runnable(
         self,
@@ -381,11 +382,11 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
         options: Mapping[str, Any],
         return_lse: bool,
-        kind: Any,
+        signature: Any,
     ) -> tuple[tuple[PackedCall, Plan], dict[str, Any]]:
         """`_planned`, for a call that some backend can run on every rank, and the facts that have
         to be equal on all ranks."""
-        call, plan = self._planned(qkv, layout, backend, options, return_lse, kind)
+        call, plan = self._planned(qkv, layout, backend, options, return_lse, signature)
         q, _, v = call.operands[:3]
         problem = AttentionProblem.of(call.operands, call.options)
         divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
@@ -424,9 +425,9 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
         options: Mapping[str, Any],
         return_lse: bool,
-        kind: Any,
+        signature: Any,
     ) -> tuple[PackedCall, Plan]:
-        """A checked call, whose `call_kind` is given, and its plan."""
+        """A checked call, whose `call_signature` is given, and its plan."""
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         if self.reserved_processors < 0:
@@ -436,7 +437,7 @@ class ContextParallel(Decoder):
         call = packed_call(qkv, layout, options)
         only_qkv = has_only_qkv(qkv, options)
         values = None if only_qkv else call.options
-        key = plan_key(kind, qkv, self.reserved_processors), values
+        key = plan_key(signature, qkv, self.reserved_processors), values
         plan: Plan | None = layout.plans.get(key)
         if plan is None:
             strategy = select_strategy(self.requested, self._workload(layout, call))
@@ -451,7 +452,7 @@ class ContextParallel(Decoder):
                 wants_lse=return_lse,
                 reserved_processors=self.reserved_processors,
                 tokens=layout.tokens if is_flat else None,
-                memo=Memo(KINDS) if only_qkv else None,
+                memo=Memo(MOST_SIGNATURES) if only_qkv else None,
             )
         return call, plan
 

@@ -28,7 +28,7 @@ from ..ops.append import formula as append_formula
 from ..ops.append import op as append_op
 from ..ops.merge import op as merge_op
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
-from .arguments import Qkv, call_kind, shapes
+from .arguments import Qkv, call_signature, shapes
 from .collectives import Communicator, connect
 from .consistency import VerifiedCalls, verify_across_ranks
 from .layout import Layout
@@ -43,7 +43,7 @@ class Decoder:
     """The part of `ContextParallel` that decodes."""
 
     comm: Communicator
-    _verified: VerifiedCalls  # the kinds of decoding
+    _verified: VerifiedCalls  # the signatures of decoding
     _steps: Memo[Any, tuple[Any, Step]]  # what they are and how they run, by `step_key`
 
     def decode(
@@ -92,8 +92,8 @@ class Decoder:
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)
             repeated = None if key is None else self._steps.get(key)
             arguments = *tensors, *new, block, backend
-            kind = call_kind(arguments, options) if repeated is None else repeated[0]
-            is_verified = kind in self._verified
+            signature = call_signature(arguments, options) if repeated is None else repeated[0]
+            is_verified = signature in self._verified
             if repeated is not None and is_verified:
                 step = repeated[1]
                 call = decoding_of(tensors, new, cache_seqlens, options)
@@ -105,9 +105,9 @@ class Decoder:
                 if is_verified:
                     (step, call), _ = prepare()
                 else:
-                    step, call = self._verified.verify(kind, prepare)
+                    step, call = self._verified.verify(signature, prepare)
                 if key is not None:
-                    self._steps[key] = kind, step
+                    self._steps[key] = signature, step
             out, lse = step.run(self.comm, call)
             # (batch, heads, seq_q), in memory of its own
             lse = lse.transpose(1, 2).contiguous() if return_lse else lse
@@ -440,7 +440,7 @@ def check_lengths(dealt: Dealt, call: Decoding) -> list[int]:
 
 
 class Step(NamedTuple):
-    """How a rank runs the steps of one kind."""
+    """How a rank runs the steps with one signature."""
 
     dealt: Dealt
     rules: Rules  # those that are spans of the rank's rows

@@ -16,7 +16,7 @@ from .. import current_layout
 from ..lru import Memo
 from .buffers import stream_of
 from .collectives import Communicator
-from .consistency import KINDS, VerifiedCalls
+from .consistency import MOST_SIGNATURES, VerifiedCalls
 from .partition import ShardMap
 
 PLANS = 128  # of a layout; some have tensors with a number for each token
@@ -70,7 +70,7 @@ class Layout:
         self._blocks: list[tuple[AbstractContextManager[None], int]] = []  # with calls before each
         self.plans: Memo[Any, Any] = Memo(PLANS)  # `Plan`s, whose module imports this one
         # By what they hold, device and stream.
-        self._copies: Memo[Any, Tensor] = Memo(KINDS + wire.ranks)
+        self._copies: Memo[Any, Tensor] = Memo(MOST_SIGNATURES + wire.ranks)
 
     def __repr__(self) -> str:
         count = self.sequences or len(self.queries.lengths)

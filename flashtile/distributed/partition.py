@@ -256,10 +256,10 @@ class Work:
 
     def _before(self, document: int, position: int) -> float:
         M, N = self.lengths[document], self.keys[document]
-        kind = (M, N, document if self._is_own else 0)
-        if kind not in self._prefixes:
-            self._prefixes[kind] = self._prefix(*kind)
-        prefix = self._prefixes[kind]
+        key = (M, N, document if self._is_own else 0)
+        if key not in self._prefixes:
+            self._prefixes[key] = self._prefix(*key)
+        prefix = self._prefixes[key]
         block, inside = divmod(position, self.grain)
         if not inside:
             return prefix[block]

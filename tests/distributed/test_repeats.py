@@ -138,7 +138,7 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But not what the ranks have compared: one rank alone may empty its caches."""
-    monkeypatch.setattr(consistency, "KINDS", 3)
+    monkeypatch.setattr(consistency, "MOST_SIGNATURES", 3)
 
     def one_rank(comm: ThreadCommunicator) -> list[int]:
         parallel = ContextParallel.over(comm)
