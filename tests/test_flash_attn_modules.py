@@ -18,12 +18,13 @@ from torch import nn
 
 from flashtile.integrations import flash_attn
 from flashtile.integrations.flash_attn_modules import INSTEAD
+from flashtile.layers.patch_embed import PatchEmbed
 from flashtile.models import gpt
 from flashtile.modules import block, embedding, mha, mlp
 
 TESTS = Path(__file__).parent
 FACTS = json.loads((TESTS / "flash_attn_modules.json").read_text())
-NAMES = {"nn": nn, "F": F, "torch": torch, "partial": partial}
+NAMES = {"nn": nn, "F": F, "torch": torch, "partial": partial, "PatchEmbed": PatchEmbed}
 LAYERS = {
     name: value
     for module in (block, embedding, mha, mlp)

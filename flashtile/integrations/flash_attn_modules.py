@@ -80,11 +80,13 @@ FLASH_ATTN_2 = Package(
             ("losses.token_losses", "losses.cross_entropy")
         ),
         "flash_attn.models": Contents(),
+        "flash_attn.models.bert": Contents(("models.bert",)),
         "flash_attn.models.gpt": Contents(("models.hugging_face", "models.shards", "models.gpt")),
         **{
             f"flash_attn.models.{family}": Contents(("models.hugging_face", "models.families"))
             for family in _FAMILIES
         },
+        "flash_attn.models.vit": Contents(("models.vit",)),
         "flash_attn.modules": Contents(),
         "flash_attn.modules.block": Contents(("modules.block",)),
         "flash_attn.modules.embedding": Contents(("modules.embedding",)),
@@ -209,8 +211,6 @@ INSTEAD = {
     "flash_attn.layers.rotary.ApplyRotaryEmb": "apply_rotary_emb",
     "flash_attn.layers.rotary.ApplyRotaryEmbQKV_": "apply_rotary_emb_qkv_",
     "flash_attn.layers.rotary.ApplyRotaryEmbKV_": "apply_rotary_emb_kv_",
-    "flash_attn.models.bert": "BERT of transformers with flashtile.integrations.transformers",
-    "flash_attn.models.vit": "a model of timm with flashtile.integrations.sdpa",
     "flash_attn.models.llama.config_from_checkpoint": "transformers.LlamaConfig.from_pretrained",
     "flash_attn.models.llama.config_from_hf_checkpoint": "transformers.LlamaConfig.from_pretrained",
     "flash_attn.models.llama.config_from_meta_checkpoint": "transformers.LlamaConfig",

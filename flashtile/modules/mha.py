@@ -388,7 +388,7 @@ class MHA(nn.Module):
                 cross-attention as in `CrossAttention.forward`.
             cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
                 Positions count from the start of each sequence.
-            cu_seqlens_k, max_seqlen_k: the same for x_kv.
+            cu_seqlens_k, max_seqlen_k: the same for x_kv; needed with packed x_kv.
             mixer_subset: index of the tokens of x (batch, seq, embed_dim) that are queries; of
                 cross-attention.
             inference_params: the cache to append to; x attends to all tokens that it then holds.
@@ -423,6 +423,8 @@ class MHA(nn.Module):
             if causal is not None:
                 options["causal"] = causal
             if self.cross_attn:
+                if x_kv is None and cu_seqlens_k is None:
+                    cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
                 packing_k = _packing(k, cu_seqlens_k, max_seqlen_k, of_keys="_k")
                 q, k = self._rotate(q, k, packing, packing_k)
                 lengths_k = {f"{name}_k": value for name, value in packing_k.items()}
