@@ -644,4 +644,18 @@ INTEGRATIONS_AND_MODELS = [
         "p[:, :-1]",
         "tests/test_gpt_decoding.py -k test_the_distribution",
     ),
+    Planted(
+        "a BERT's last layer sees as many words as it computes",
+        "BertEncoder.forward",
+        '"cu_seqlens_k": cu_seqlens,',
+        '"cu_seqlens_k": F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),',
+        "tests/test_bert.py -k test_only_masked_words",
+    ),
+    Planted(
+        "the branches of a layer of a vision transformer have one rate",
+        "VisionTransformer.__init__",
+        "drop_paths[i], drop_paths[i + 1]",
+        "drop_paths[i + 1], drop_paths[i + 1]",
+        "tests/test_vit.py -k test_dropped_branches",
+    ),
 ]

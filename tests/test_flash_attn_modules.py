@@ -4,9 +4,10 @@ them (`flash_attn_modules.json`, which names its source), against what `install(
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_arguments(path, installed):
     got = [(x.name, x.default) for x in parameters if x.kind not in packed]
     assert got[: len(theirs)] == theirs
     assert inspect.Parameter.empty not in [default for _, default in got[len(theirs) :]]
+
+
+def test_missing_names_are_in_the_manual(installed):
+    """And nothing else: `a.b` is a name or a whole module, `a.{b,c}` are several."""
+    table = (TESTS.parent / "docs" / "migrating.md").read_text().partition("| why |")[2]
+    listed = set()
+    for before, names in re.findall(r"`([\w.]+?)(?:\.{([\w,]+)})?`", table.partition("\n\n")[0]):
+        listed |= {f"{before}.{name}" for name in names.split(",")} if names else {before}
+    missing = {path for path in FACTS["signatures"] if found(path) is None}
+    assert missing and not {x for x in missing if not {x, x.rpartition(".")[0]} & listed}
+    for name in listed - {"from_pretrained", "decode"}:
+        assert importlib.util.find_spec(f"flash_attn.{name}") is None
+        assert "." not in name or found(name) is None
 
 
 @pytest.mark.parametrize("case", FACTS["state_dicts"])
