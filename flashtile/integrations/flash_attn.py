@@ -57,7 +57,7 @@ def install(
             prefers FlashAttention-3 and calls it as an old release; all, or those in effect, by
             default.
         version: the release of FlashAttention-2 to pass for, from "2.6" on; the newest by default.
-            As "2.6", `unpad_input` returns four values. Nothing else that is public changed.
+            As "2.6", `unpad_input` returns four values; all else is that of the newest.
 
     Returns:
         The installation: a context manager with a method `uninstall`.

@@ -125,7 +125,7 @@ FLASH_ATTN_3 = Package(
     },
 )
 
-# FlashAttention-4 is inside the package flash_attn; `_owner` prefers such an inner package.
+# FlashAttention-4 is inside the package flash_attn; `owner` prefers such an inner package.
 FLASH_ATTN_4 = Package(
     distribution="flash-attn-4",
     version="4.0.0",
