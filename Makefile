@@ -51,7 +51,7 @@ ENVIRONMENT := tests/test_layering.py tests/test_pytorch_compile.py tests/test_p
 	tests/training/test_settings.py
 
 .PHONY: help demo train test test-quick test-environment test-full test-gpu test-triton \
-	test-triton-full test-emulated compiled planted clients environments packages tritons lint format notebooks docs bench wheel kernel-hub clean \
+	test-triton-full test-emulated compiled planted clients environments packages tritons lint format notebooks docs bench wheel release address kernel-hub clean \
 	$(foreach stage,interpret emulate count compile,$(TRITONS:%=$(stage)-triton-%))
 .DEFAULT_GOAL := help
 
@@ -161,6 +161,13 @@ wheel: $(VENV)/.wheel  ## build dist/, look into it, install the wheel into an e
 	$(PYTHON) -m venv --clear $(VENV)/empty
 	$(INSTALL:$(PY)%=$(VENV)/empty/bin/python%) dist/*.whl
 	cd $(VENV)/empty && bin/python -c "$$ONE_CALL" && bin/flashtile check --quick --device cpu
+
+release: wheel  ## the same, the metadata checked, and the commands that its owner runs to publish it
+	$(PY) -m twine check --strict dist/*
+	$(PY) .ci/release.py dist
+
+address: $(VENV)/.venv  ## write the address of the repository in all places (ADDRESS=https://github.com/OWNER/NAME)
+	$(PY) .ci/address.py "$(ADDRESS)"
 
 kernel-hub: $(VENV)/.venv  ## write dist/kernel-hub, the package for Hugging Face's kernels library
 	$(PY) .ci/kernel_hub.py dist/kernel-hub

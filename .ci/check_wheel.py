@@ -31,7 +31,7 @@ def complaints(path: Path) -> list[str]:
         found.append(f"it requires {required}, want torch alone")
     text = metadata.get_payload()
     found += [f"the description links to {x}" for x in re.findall(r"\]\((?!https?:)[^)]+\)", text)]
-    if "src=" in text or len(text) < 1000:
+    if re.search(r'src(?:set)?="(?!https:)', text) or len(text) < 1000:
         found.append("the description has a relative picture, or is empty")
     if path.stat().st_size > MOST_BYTES:
         found.append(f"it has {path.stat().st_size:,} bytes, want at most {MOST_BYTES:,}")

@@ -10,8 +10,9 @@ from typing import Any
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS))  # for the modules beside this file
+sys.path[:0] = [str(DOCS), str(DOCS.parent / ".ci")]  # for the modules there
 
+import address
 import context_figures
 import figures
 import gallery
@@ -63,6 +64,12 @@ napoleon_use_ivar = True
 default_role = "code"
 
 html_theme = "furo"
+if address.current():  # a link from each page to its source
+    html_theme_options = {
+        "source_repository": address.current(),
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_title = f"flashtile {release}"
 html_static_path = ["_static", "traces"]
 html_css_files = ["pages.css"]
