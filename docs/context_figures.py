@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashtile.distributed import ContextParallel
-from flashtile.distributed.decode import Dealt
+from flashtile.distributed.decode import BlockCyclic
 from flashtile.distributed.partition import Piece, ShardMap
 from flashtile.testing.wires import run_ranks
 
@@ -75,14 +75,14 @@ def dealt_cache() -> Figure:
     tokens, block = 90, 8
     figure, axes = plt.subplots(figsize=(7.6, 2.6), layout="constrained")
     for t in range(tokens):
-        dealt = Dealt(block, RANKS, rank=0)
-        rank = dealt.owner(t)
+        blocks = BlockCyclic(block, RANKS, rank=0)
+        rank = blocks.owner(t)
         box(axes, t, 0, 1, 1, facecolor=COLORS[rank], edgecolor="white", linewidth=0.3)
-        box(axes, dealt.row(t), 2 + rank, 1, 0.8, facecolor=COLORS[rank], edgecolor="white")
+        box(axes, blocks.row(t), 2 + rank, 1, 0.8, facecolor=COLORS[rank], edgecolor="white")
     write(axes, 0, -0.5, "the sequence", ha="left", fontsize=9)
     write(axes, 0, 1.6, "what each rank stores", ha="left", fontsize=9)
     for rank in range(RANKS):
-        rows = Dealt(block, RANKS, rank).below(tokens)
+        rows = BlockCyclic(block, RANKS, rank).below(tokens)
         write(axes, rows + 1, 2.4 + rank, f"{rows} tokens", ha="left", fontsize=8)
     axes.set(xlim=(-0.5, tokens + 0.5), ylim=(RANKS + 2.1, -0.9))
     axes.axis("off")

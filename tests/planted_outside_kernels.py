@@ -335,15 +335,15 @@ DISTRIBUTED = [
     ),
     Planted(
         "a decoding rank begins a token after the rank before it",
-        "Dealt.below",
+        "BlockCyclic.below",
         "inside = position % period - self.rank * self.block",
         "inside = position % period - self.rank",
-        "tests/distributed/test_decode.py -k test_dealt_positions",
+        "tests/distributed/test_decode.py -k test_block_cyclic_positions",
     ),
     Planted(
         "every rank adds the sink to its part of a cache",
         "Decoding.operands",
-        "sink = self.sink if dealt.rank == 0 else None",
+        "sink = self.sink if blocks.rank == 0 else None",
         "sink = self.sink",
         "tests/distributed/test_decode.py -k test_ranks_decode",
     ),

@@ -97,7 +97,7 @@ class Decoder:
             if repeated is not None and is_verified:
                 step = repeated[1]
                 call = decoding_of(tensors, new, cache_seqlens, options)
-                check_lengths(step.dealt, call)
+                check_lengths(step.blocks, call)
             else:
                 prepare = partial(
                     _prepared, self.comm, tensors, new, cache_seqlens, block, backend, options
@@ -160,7 +160,7 @@ def _prepared(
         raise unexpected_keywords(unknown, Decoder.decode)
     q, k_cache, v_cache = qkv
     k, v = new
-    dealt = _dealt(comm, block)
+    blocks = _blocks(comm, block)
     if backend is not None:
         dispatch.check_name(backend)
     checks.tensor("q", q, dims="batch, seq_q, heads, head_dim")
@@ -180,7 +180,7 @@ def _prepared(
     keywords = {name: x for name, x in options.items() if x is not None}
     _, call_options = describe((q, k_cache, v_cache), cached, keywords)
     call = decoding_of((q, k_cache, v_cache), (k, v), cache_seqlens, options)
-    lengths = check_lengths(dealt, call)
+    lengths = check_lengths(blocks, call)
     if isinstance(call.before, int):  # the ranks may give it in both ways
         lengths *= len(q)
     facts = {
@@ -192,7 +192,7 @@ def _prepared(
         "options": call_options._replace(backend=backend or ""),
         "the shapes of optional tensors": shapes(options),
     }
-    return (Step.of(dealt, call, call_options, backend), call), facts
+    return (Step.of(blocks, call, call_options, backend), call), facts
 
 
 def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
@@ -204,30 +204,30 @@ def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
 
 def _deal(comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
     """See `Decoder.deal`."""
-    dealt, packed = verify_across_ranks(
+    blocks, packed = verify_across_ranks(
         comm, lambda: _prepared_deal(comm, layout, kv, block, capacity)
     )
     connect(comm, packed[0].device)
-    rows = dealt.most_rows(max(layout.keys.lengths, default=0))
+    rows = blocks.most_rows(max(layout.keys.lengths, default=0))
     rows = rows if capacity is None else capacity
     tokens = [_tokens(layout, rank, packed[0].device) for rank in range(comm.ranks)]
     document, position = tokens[comm.rank]
     sends, parts = {}, {}
     for rank in range(comm.ranks):
-        to = (dealt.owner(position) == rank).nonzero().flatten()
+        to = (blocks.owner(position) == rank).nonzero().flatten()
         part = torch.cat([x.index_select(0, to).flatten() for x in packed])
         if rank == comm.rank:
             parts[rank] = part
             continue
         sends[rank] = part
-        count = int((dealt.owner(tokens[rank][1]) == comm.rank).sum())
+        count = int((blocks.owner(tokens[rank][1]) == comm.rank).sum())
         parts[rank] = part.new_empty(count * sum(x.shape[1:].numel() for x in packed))
     comm.exchange(sends, {rank: parts[rank] for rank in sends}, "keys and values").wait()
     caches = [x.new_zeros(len(layout.keys.lengths), rows, *x.shape[1:]) for x in packed]
     for rank, part in parts.items():
         document, position = tokens[rank]
-        is_local = dealt.owner(position) == comm.rank
-        where = document[is_local], dealt.row(position[is_local])
+        is_local = blocks.owner(position) == comm.rank
+        where = document[is_local], blocks.row(position[is_local])
         sizes = [int(is_local.sum()) * x.shape[1:].numel() for x in packed]
         for cache, x in zip(caches, part.split(sizes), strict=True):
             cache[where] = x.view(-1, *cache.shape[2:])
@@ -236,8 +236,8 @@ def _deal(comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int 
 
 def _prepared_deal(
     comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int | None
-) -> tuple[tuple[Dealt, list[Tensor]], dict[str, Any]]:
-    dealt = _dealt(comm, block)
+) -> tuple[tuple[BlockCyclic, list[Tensor]], dict[str, Any]]:
+    blocks = _blocks(comm, block)
     packed = [
         layout.without_padding(name, x.detach(), layout.keys, layout.local_keys)
         for name, x in zip(("k", "v"), kv, strict=True)
@@ -247,7 +247,7 @@ def _prepared_deal(
         raise ValueError(
             f"v: got {v.shape[1]} heads in {v.dtype}, want {k.shape[1]} in {k.dtype}, as k"
         )
-    needed = dealt.most_rows(max(layout.keys.lengths, default=0))
+    needed = blocks.most_rows(max(layout.keys.lengths, default=0))
     if capacity is not None and checks.length("capacity", capacity) < needed:
         raise ValueError(f"capacity: got {capacity} rows, want at least {needed}")
     facts = {
@@ -255,7 +255,7 @@ def _prepared_deal(
         "block and capacity": (block, capacity),
         "who owns which tokens": layout.keys.digest()[:12],
     }
-    return (dealt, packed), facts
+    return (blocks, packed), facts
 
 
 def _tokens(layout: Layout, rank: int, device: torch.device) -> KV:
@@ -268,9 +268,9 @@ def _tokens(layout: Layout, rank: int, device: torch.device) -> KV:
     return documents.repeat_interleave(sizes).to(device), joined.to(device)
 
 
-class Dealt(NamedTuple):
-    """The positions of one rank's rows when tokens are dealt out in blocks, like cards: token t of
-    a sequence is on rank ``t // block % ranks``.
+class BlockCyclic(NamedTuple):
+    """The positions of one rank's rows in a block-cyclic distribution: token t of a sequence is on
+    rank ``t // block % ranks``.
 
     A sequence that grows fills the ranks evenly, and the rows that a rank has stay where they are.
     Positions may be ints or tensors of integers.
@@ -321,10 +321,10 @@ class Dealt(NamedTuple):
                 yield span
 
 
-def _dealt(comm: Communicator, block: int) -> Dealt:
+def _blocks(comm: Communicator, block: int) -> BlockCyclic:
     if checks.length("block", block) == 0:
         raise ValueError("block: got 0, want at least 1")
-    return Dealt(block, comm.ranks, comm.rank)
+    return BlockCyclic(block, comm.ranks, comm.rank)
 
 
 class Decoding(NamedTuple):
@@ -342,14 +342,14 @@ class Decoding(NamedTuple):
         """The new tokens of a sequence."""
         return 0 if self.new is None else self.new[0].shape[1]
 
-    def operands(self, dealt: Dealt, used: Tensor, spans: KV | None = None) -> Operands:
+    def operands(self, blocks: BlockCyclic, used: Tensor, spans: KV | None = None) -> Operands:
         """The tensors of the attention to a rank's part of the cache.
 
         Args:
             used: (batch,) int32, its rows of each sequence.
             spans: the first row and one past the last that each query sees; None for all.
         """
-        sink = self.sink if dealt.rank == 0 else None  # it counts once
+        sink = self.sink if blocks.rank == 0 else None  # it counts once
         if spans is not None:
             starts, stops = spans
             return Operands(
@@ -363,14 +363,16 @@ class Decoding(NamedTuple):
         operands = Operands(self.q, *self.caches, sink=sink, seqused_k=used)
         if self.alibi_slopes is None:
             return operands
-        q_runs, k_runs = self._runs(dealt)  # slopes need the position of each key
+        q_runs, k_runs = self._runs(blocks)  # slopes need the position of each key
         return operands._replace(alibi_slopes=self.alibi_slopes, q_runs=q_runs, k_runs=k_runs)
 
-    def _runs(self, dealt: Dealt) -> KV:
+    def _runs(self, blocks: BlockCyclic) -> KV:
         """`Operands.q_runs` and `k_runs`: queries are the last tokens, keys are blocks."""
         batch, queries = self.q.shape[:2]
-        firsts = torch.arange(0, max(self.caches[0].shape[1], 1), dealt.block, device=self.q.device)
-        k_runs = torch.stack([firsts, dealt.at(firsts)], -1).int()
+        firsts = torch.arange(
+            0, max(self.caches[0].shape[1], 1), blocks.block, device=self.q.device
+        )
+        k_runs = torch.stack([firsts, blocks.at(firsts)], -1).int()
         q_runs = k_runs.new_full((batch, len(firsts), 2), NO_RUN)
         q_runs[:, 0, 0] = 0
         q_runs[:, 0, 1] = self.before + self.added - queries
@@ -411,7 +413,7 @@ def decoding_of(
     return Decoding(qkv[0], qkv[1:], pair, cache_seqlens, sink, slopes)
 
 
-def check_lengths(dealt: Dealt, call: Decoding) -> list[int]:
+def check_lengths(blocks: BlockCyclic, call: Decoding) -> list[int]:
     """Every rank checks the rank that has the most tokens, so that all of them raise.
 
     Returns:
@@ -428,13 +430,13 @@ def check_lengths(dealt: Dealt, call: Decoding) -> list[int]:
         return []
     else:
         lengths = before.tolist()
-    most = dealt.tokens_in(capacity) - call.added
+    most = blocks.tokens_in(capacity) - call.added
     if lengths and not 0 <= min(lengths) <= max(lengths) <= most:
         after = [length + call.added for length in lengths]
         raise ValueError(
             f"cache_seqlens: got {lengths}, {after} with the new tokens, want at least 0 and at "
             f"most {capacity} tokens of a sequence on a rank; the first rank would have "
-            f"{dealt.most_rows(max(after))}"
+            f"{blocks.most_rows(max(after))}"
         )
     return lengths
 
@@ -442,7 +444,7 @@ def check_lengths(dealt: Dealt, call: Decoding) -> list[int]:
 class Step(NamedTuple):
     """How a rank runs the steps with one signature."""
 
-    dealt: Dealt
+    blocks: BlockCyclic
     rules: Rules  # those that are spans of the rank's rows
     # Functions of the device.
     append: Callable[..., Tensor]  # `ops.append`
@@ -450,7 +452,7 @@ class Step(NamedTuple):
     merge: Callable[[Tensor, Tensor, torch.dtype], KV]
 
     @classmethod
-    def of(cls, dealt: Dealt, call: Decoding, options: Options, backend: str | None) -> Step:
+    def of(cls, blocks: BlockCyclic, call: Decoding, options: Options, backend: str | None) -> Step:
         """The step of calls like this one.
 
         Raises:
@@ -463,21 +465,21 @@ class Step(NamedTuple):
             options = options._replace(window_left=None, window_right=None, attention_chunk=0)
         used = call.q.new_empty(len(call.q), dtype=torch.int32)
         limits = call.q.new_empty(1, 1, call.q.shape[1], 1, dtype=torch.int32)
-        operands = call.operands(dealt, used, (limits, limits) if rules else None)
+        operands = call.operands(blocks, used, (limits, limits) if rules else None)
         problem = AttentionProblem.of(operands, options)._replace(is_partial=True)
         name = dispatch.select(problem, backend)
         problem = problem._replace(options=options._replace(backend=name))
         module = dispatch.BACKENDS[name]
         if problem.device_type != "cuda":
             attend = partial(module.forward, problem)
-            return cls(dealt, rules, append_formula.append, attend, merge_op.merge_parts)
+            return cls(blocks, rules, append_formula.append, attend, merge_op.merge_parts)
         forward = PreparedForward(problem, module)
 
         def attend_on_gpu(operands: Operands) -> Sequence[Tensor]:
             return forward.run(operands)  # another function from the fourth call on
 
         merge = merge_op.merge_parts_on_gpu
-        return cls(dealt, rules, append_op.append_on_gpu, attend_on_gpu, merge)
+        return cls(blocks, rules, append_op.append_on_gpu, attend_on_gpu, merge)
 
     def run(self, comm: Communicator, call: Decoding) -> tuple[Tensor, Tensor]:
         """Append the new tokens and attend: out (batch, seq_q, heads, value_head_dim) in q's dtype
@@ -492,25 +494,25 @@ class Step(NamedTuple):
 
     def _appended_by_host(self, call: Decoding, before: int) -> Operands:
         """Append the new tokens that this rank owns. The operands after that."""
-        dealt, count = self.dealt, call.added
+        blocks, count = self.blocks, call.added
         total = before + count
         if call.new is not None:
-            for first, end in dealt.spans(before, total):
-                row, length = dealt.row(first), end - first
+            for first, end in blocks.spans(before, total):
+                row, length = blocks.row(first), end - first
                 for cache, x in zip(call.caches, call.new, strict=True):
                     own = x if length == count else x.narrow(1, first - before, length)
                     cache.narrow(1, row, length).copy_(own)
         batch, device = len(call.q), call.q.device
-        used = torch.full((batch,), dealt.below(total), dtype=torch.int32, device=device)
+        used = torch.full((batch,), blocks.below(total), dtype=torch.int32, device=device)
         if not self.rules:
-            return call.operands(dealt, used)
+            return call.operands(blocks, used)
         starts, stops = zip(*(rule.key_range(total - 1, total) for rule in self.rules), strict=True)
         limits = min(max(0, *starts), total), max(min(total, *stops), 0)
         start, stop = (
-            torch.full((1, 1, 1, 1), dealt.below(limit), dtype=torch.int32, device=device)
+            torch.full((1, 1, 1, 1), blocks.below(limit), dtype=torch.int32, device=device)
             for limit in limits
         )
-        return call.operands(dealt, used, (start, stop))
+        return call.operands(blocks, used, (start, stop))
 
     def _appended(self, call: Decoding, before: int | Tensor) -> Operands:
         """The same by operations on the device, which alone knows the lengths."""
@@ -528,16 +530,16 @@ class Step(NamedTuple):
             starts, stops = zip(*ranges, strict=True)
             seen = reduce(torch.maximum, starts), reduce(torch.minimum, stops)
             ends = torch.cat([ends, *seen]).clamp(min=0).minimum(total)
-        rows = self.dealt.below(ends)
+        rows = self.blocks.below(ends)
         if call.new is not None:
             self._append(call.caches, call.new, rows[: count + 1])
         # Each in memory of its own: launches are repeated only for addresses that kernels take.
         used = rows[count].int()
         if not self.rules:
-            return call.operands(self.dealt, used)
+            return call.operands(self.blocks, used)
         limits = rows[count + 1 :].view(2, queries, batch).transpose(1, 2)[:, :, None, :, None]
         start, stop = (x.to(torch.int32, memory_format=torch.contiguous_format) for x in limits)
-        return call.operands(self.dealt, used, (start, stop))
+        return call.operands(self.blocks, used, (start, stop))
 
     def _append(self, caches: KV, new: KV, rows: Tensor) -> None:
         """Append the new tokens that this rank owns.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.distributed import ContextParallel
-from flashtile.distributed.decode import Dealt
+from flashtile.distributed.decode import BlockCyclic
 from flashtile.testing.tolerance import assert_close
 
 
@@ -86,9 +86,9 @@ class CacheCase:
         self, parallel: ContextParallel, device: str = "cpu"
     ) -> list[tuple[Tensor, Tensor]]:
         """The same on a rank that has its part of the cache."""
-        dealt = Dealt(self.block, self.ranks, parallel.comm.rank)
-        rows = int(dealt._replace(rank=0).below(self.capacity))
-        own = [p for p in range(self.capacity) if dealt.owner(p) == dealt.rank]
+        blocks = BlockCyclic(self.block, self.ranks, parallel.comm.rank)
+        rows = int(blocks._replace(rank=0).below(self.capacity))
+        own = [p for p in range(self.capacity) if blocks.owner(p) == blocks.rank]
         caches = []
         for x in (self.k_cache, self.v_cache):
             part = x.new_full((self.batch, rows, *x.shape[2:]), float("nan"))  # nobody reads these

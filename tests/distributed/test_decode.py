@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.distributed import ContextParallel, decode
-from flashtile.distributed.decode import Dealt
+from flashtile.distributed.decode import BlockCyclic
 from flashtile.masks import Positions
 from flashtile.testing.wires import run_ranks
 
@@ -19,24 +19,24 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("block", "ranks"), [(1, 3), (4, 1), (5, 2), (64, 4)])
-def test_dealt_positions_are_those_of_runs(block: int, ranks: int) -> None:
+def test_block_cyclic_positions_are_those_of_runs(block: int, ranks: int) -> None:
     length = 3 * block * ranks + block // 2 + 1
     for rank in range(ranks):
-        dealt = Dealt(block, ranks, rank)
+        blocks = BlockCyclic(block, ranks, rank)
         own = [p for p in range(length) if p // block % ranks == rank]
         runs = Positions.of([(p, p + 1) for p in own])
-        assert [dealt.at(row) for row in range(len(own))] == own
-        assert [dealt.row(p) for p in own] == list(range(len(own)))
+        assert [blocks.at(row) for row in range(len(own))] == own
+        assert [blocks.row(p) for p in own] == list(range(len(own)))
         below = [runs.below(p) for p in range(length)]
-        assert [dealt.below(p) for p in range(length)] == below
-        assert dealt.below(torch.arange(length)).tolist() == below
+        assert [blocks.below(p) for p in range(length)] == below
+        assert blocks.below(torch.arange(length)).tolist() == below
         for start in range(0, length, 3):
-            spans = [range(*span) for span in dealt.spans(start, length)]
+            spans = [range(*span) for span in blocks.spans(start, length)]
             assert [p for span in spans for p in span] == [p for p in own if p >= start]
             assert all(p // block == span[0] // block for span in spans for p in span)
     for rows in range(2 * block):
-        most = dealt.tokens_in(rows)
-        assert dealt.most_rows(most) <= rows < dealt.most_rows(most + 1)
+        most = blocks.tokens_in(rows)
+        assert blocks.most_rows(most) <= rows < blocks.most_rows(most + 1)
 
 
 @pytest.mark.parametrize("has_int", [False, True])
