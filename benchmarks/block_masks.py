@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     for name, default, meaning in (
-        ("--length", 65536, "queries and keys, at least 16"),
+        ("--seq-len", 65536, "queries and keys, at least 16"),
         ("--rounds", 5, "how often each maker runs"),
     ):
         help = f"{meaning} (default: {default})"
@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     lines = []
     print(f"{'mask':10} {'maker':15} {'first, ms':>10} {'median, ms':>11} {'peak, MiB':>10}")
-    for name, function in functions(args.length, args.device).items():
-        for line in measure(name, function, args.length, args.rounds, args.device):
+    for name, function in functions(args.seq_len, args.device).items():
+        for line in measure(name, function, args.seq_len, args.rounds, args.device):
             numbers = (line["first_ms"], line["median_ms"], line["peak_mib"])
             print(
                 f"{name:10} {line['maker']:15} {numbers[0]:>10} {numbers[1]:>11} {numbers[2]:>10}"

@@ -394,14 +394,14 @@ def main() -> int:
         metavar="N",
         help="processes that find the kernels on disk (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="CSV file (default: none)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="CSV file (default: none)")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.measure:
         print(json.dumps(stages(chosen.measure)))
     else:
         names = [name for given in chosen.cases for name in GROUPS.get(given, [given])]
-        measure(names, chosen.warm_runs, chosen.output)
+        measure(names, chosen.warm_runs, chosen.csv)
     return 0
 
 

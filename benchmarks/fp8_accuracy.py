@@ -117,7 +117,7 @@ def main() -> int:
             name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
         )
     parser.add_argument(
-        "--head-dims",
+        "--head-dim",
         type=int,
         nargs="+",
         default=HEAD_DIMS,
@@ -132,12 +132,10 @@ def main() -> int:
         metavar="NAME",
         help=f"ways to quantize, of {', '.join(map(repr, SCHEMES))} (default: all)",
     )
-    parser.add_argument(
-        "--output", type=Path, default=None, help="CSV file to write (default: none)"
-    )
+    parser.add_argument("--csv", type=Path, default=None, help="CSV file to write (default: none)")
     chosen = parser.parse_args()
     rows = []
-    for head_dim in chosen.head_dims:
+    for head_dim in chosen.head_dim:
         runs = []
         for seed in range(chosen.seeds):
             qkv = inputs(seed, chosen.queries, chosen.keys, head_dim)
@@ -147,10 +145,10 @@ def main() -> int:
             mean, spread = statistics.mean(found), statistics.pstdev(found)
             print(f"{head_dim:4d}  {name:36s} {mean:.2e} +- {spread:.1e}", flush=True)
             rows.append((head_dim, name, f"{mean:.4g}", f"{spread:.2g}"))
-    if chosen.output is not None:
+    if chosen.csv is not None:
         how = (chosen.device, chosen.queries, chosen.keys, chosen.seeds)
         versions = (date.today().isoformat(), torch.__version__)
-        with chosen.output.open("w", newline="", encoding="utf-8") as file:
+        with chosen.csv.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             measured = ("head_dim", "scheme", "rmse", "spread")
             writer.writerow((*measured, "device", "queries", "keys", "seeds", "date", "torch"))

@@ -233,7 +233,7 @@ def main() -> int:
         help="the error of the gradients, or the loss of a small GPT that is trained with them",
     )
     for name, default, meaning in (
-        ("--tokens", 1024, "gradients: length of queries and keys, in tokens"),
+        ("--seq-len", 1024, "gradients: length of queries and keys, in tokens"),
         ("--seeds", 4, "random inputs, or models to train"),
         ("--steps", 200, "training: steps of each model"),
     ):
@@ -241,15 +241,15 @@ def main() -> int:
             name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
         )
     parser.add_argument("--data", type=Path, help="folder of the plays (default: .data)")
-    parser.add_argument("--output", type=Path, help="CSV file to write (default: none)")
+    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
     chosen = parser.parse_args()
     if chosen.what == "gradients":
         names = ["inputs", "head_dim", "scheme", "gradient", "rmse", "largest", "tokens", "seeds"]
-        rows = gradient_rows(chosen.tokens, chosen.seeds)
+        rows = gradient_rows(chosen.seq_len, chosen.seeds)
     else:
         names = ["scheme", "seed", "step", "loss", "held_out"]
         rows = training_rows(chosen.data, chosen.steps, chosen.seeds)
-    with open(chosen.output or os.devnull, "w", newline="", encoding="utf-8") as file:
+    with open(chosen.csv or os.devnull, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*names, "date", "torch"))
         for row in rows:

@@ -1,6 +1,6 @@
 """The loss of SmolLM2-135M on Shakespeare's Hamlet when every attention runs in float8.
 
-    python -m benchmarks.fp8_model_loss --output benchmarks/results/cpu/fp8-model-loss.csv
+    python -m benchmarks.fp8_model_loss --csv benchmarks/results/cpu/fp8-model-loss.csv
 
 On the CPU, with the roundings of a GPU's float8 units emulated; weights and everything except
 attention in float32. Model and text are those of `make demo`, which fetches them.
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, default=2048, help="tokens of the text (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, help="CSV file to write (default: none)")
+    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
     chosen = parser.parse_args()
     model, tokenizer = load(find_model(chosen.model), "cpu")
     play = find_play(chosen.data).read_text(encoding="utf-8", errors="replace")
@@ -81,8 +81,8 @@ def main() -> int:
         rows.append((name, loss))
         change = 100 * (loss / rows[min(1, len(rows) - 1)][1] - 1)
         print(f"{name:36s} loss {loss:.5f}  {change:+.3f} % of bfloat16's", flush=True)
-    if chosen.output is not None:
-        with chosen.output.open("w", newline="", encoding="utf-8") as file:
+    if chosen.csv is not None:
+        with chosen.csv.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("scheme", "loss", "tokens", "device", "date", "torch"))
             how = (chosen.tokens, "cpu", date.today().isoformat(), torch.__version__)

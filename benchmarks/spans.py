@@ -1,7 +1,7 @@
 """Masks as spans next to the options that say the same: `causal=True`, and packed documents.
 
     python -m benchmarks.spans                                  # forward and backward
-    python -m benchmarks.spans --head-dims 128 --csv spans.csv
+    python -m benchmarks.spans --head-dim 128 --csv spans.csv
 
 16,384 tokens in all, a hidden size of 2,048, bfloat16. All calls of a line take turns in random
 order; a number is the median time of the call, and the ratio is the time with spans over that
@@ -88,15 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], metavar="D")
-    parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="D")
+    parser.add_argument("--pass", dest="passes", nargs="+", default=["forward", "backward"])
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--triton", action="store_true", help="the Triton kernels too")
     parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
     args = parser.parse_args(argv)
     lines = []
     for direction in args.passes:
-        for head_dim in args.head_dims:
+        for head_dim in args.head_dim:
             for case in args.cases:
                 found = measure(case, head_dim, direction == "backward", args.triton, "cuda")
                 for line in found:

@@ -35,7 +35,7 @@ def test_a_line_for_each_mask_and_maker(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(block_masks, "makers", uncompiled)
     path = tmp_path / "masks.csv"
-    argv = ["--length", "256", "--rounds", "1", "--device", "cpu", "--csv", str(path)]
+    argv = ["--seq-len", "256", "--rounds", "1", "--device", "cpu", "--csv", str(path)]
     assert block_masks.main(argv) == 0
     with path.open() as file:
         lines = list(csv.DictReader(file))
@@ -43,7 +43,7 @@ def test_a_line_for_each_mask_and_maker(tmp_path: Path, monkeypatch: pytest.Monk
     names = block_masks.functions(256, "cpu")
     assert found == [(name, maker) for name in names for maker in ("flashtile", "flex")]
     assert all(float(line["median_ms"]) > 0 for line in lines)
-    assert lines[0]["command"].startswith("python -m benchmarks.block_masks --length 256")
+    assert lines[0]["command"].startswith("python -m benchmarks.block_masks --seq-len 256")
 
 
 def test_an_error_of_flex_costs_only_its_line(

@@ -10,8 +10,8 @@ from benchmarks.context import kernels
 
 pytestmark = pytest.mark.slow
 
-FAST = ["--device", "cpu", "--dtype", "float32", "--ms", "0"]
-SMALL = ["--tokens", "256", "--heads", "4", "2", "--head-dim", "8", "--ranks", "3"]
+FAST = ["--device", "cpu", "--dtype", "float32", "--budget-ms", "0"]
+SMALL = ["--seq-len", "256", "--heads", "4", "2", "--head-dim", "8", "--ranks", "3"]
 
 
 @pytest.mark.parametrize("variant", ["dense", "window", "packed"])

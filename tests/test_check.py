@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile import api, cli
+from flashtile import api
 from flashtile.cli import check
 from flashtile.cli.check import calls, judge
 from flashtile.cli.check.calls import Case
+from flashtile_command import main
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[Case]], None]:
 
 
 def checked(path: Path) -> int:
-    return cli.main(["check", "--device", "cpu", "--seed", SEED, "--output", str(path)])
+    return main(["check", "--device", "cpu", "--seed", SEED, "--output", str(path)])
 
 
 def test_what_is_right_passes(only: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -173,7 +174,7 @@ def test_what_was_done_before_an_interrupt_is_written(
 def test_it_says_what_is_wrong_in_one_line(
     flags: list[str], why: str, capsys: pytest.CaptureFixture
 ) -> None:
-    assert cli.main(["check", *flags]) == 2
+    assert main(["check", *flags]) == 2
     assert why in capsys.readouterr().err.splitlines()[-1]
 
 

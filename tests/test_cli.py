@@ -10,9 +10,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from flashtile import __version__, cli
+import flashtile_command
+from flashtile import __version__
 from flashtile.call import dispatch
 from flashtile.cli import info
+from flashtile_command import main
 
 pytestmark = pytest.mark.slow
 
@@ -25,23 +27,41 @@ def _python(code: str) -> str:
 @pytest.mark.parametrize("flag", ["-V", "--version"])
 def test_version(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main([flag])
+        main([flag])
     assert stop.value.code == 0
     assert capsys.readouterr().out.strip() == f"flashtile {__version__}"
 
 
-@pytest.mark.parametrize("argv", [["unknown"], ["info", "--unknown"]])
-def test_a_wrong_command_line_stops_with_usage(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argv", "usage"),
+    [
+        (["unknown"], "usage: flashtile [-h] [-V] COMMAND"),
+        (["--unknown"], "usage: flashtile [-h] [-V] COMMAND"),
+        (["info", "--unknown"], "usage: flashtile info [-h] [--json]"),
+    ],
+)
+def test_a_wrong_command_line_stops_with_the_usage_of_its_command(
+    argv: list[str], usage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(argv)
+        main(argv)
     assert stop.value.code == 2
-    assert "usage: flashtile" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(usage)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], [], ["--unknown"]])
+def test_help_and_version_import_no_torch(argv: list[str]) -> None:
+    loaded = _python(
+        "import sys; from flashtile_command import main\n"
+        f"try: main({argv})\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'flashtile') if name in sys.modules])"
+    )
+    assert loaded.endswith("[]")
 
 
 def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 0
+    assert main([]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: flashtile")
     assert "``" not in printed  # markup of docstrings
@@ -49,22 +69,22 @@ def test_without_a_command_it_prints_the_help(capsys: pytest.CaptureFixture[str]
 
 def test_help_keeps_names_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["tune", "--help"])
+        main(["tune", "--help"])
     assert "the Triton backend on this GPU" in capsys.readouterr().out
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        main(["--help"])
     printed = capsys.readouterr().out
-    for name in cli.COMMANDS:
+    for name in flashtile_command.COMMANDS:
         assert name in printed
         assert find_spec(f"flashtile.cli.{name.replace('-', '_')}")
 
 
 def test_only_the_command_asked_for_is_imported() -> None:
     loaded = _python(
-        "import sys; from flashtile.cli import main\n"
+        "import sys; from flashtile_command import main\n"
         "try: main(['info', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = ('flashtile.cli.tune', 'transformers', 'triton')\n"
@@ -90,7 +110,7 @@ def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_transformers")
 def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["info", "--json"]) == 0
+    assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["flashtile"] == __version__
     assert found["versions"]["torch"] == torch.__version__
@@ -107,7 +127,7 @@ def test_info_for_people(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
-    assert cli.main(["info"]) == 0
+    assert main(["info"]) == 0
     printed = capsys.readouterr().out
     for word in ("flashtile", __version__, "torch", "backends", "cpu", "FLASHTILE_CHECK=1"):
         assert word in printed

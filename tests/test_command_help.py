@@ -5,20 +5,34 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
 from examples.demo import __main__ as demo
-from flashtile import cli
+from flashtile_command import COMMANDS as FLASHTILE
 
 COMMANDS = {
     **{
         f"flashtile {name}": import_module(f"flashtile.cli.{name.replace('-', '_')}").add_arguments
-        for name in cli.COMMANDS
+        for name in FLASHTILE
     },
     "python -m benchmarks": benchmarks.add_arguments,
     "python -m examples.demo": demo.add_arguments,
+}
+
+# Names that a flag once had in one of the commands, and its name in all of them.
+OTHER_NAMES = {
+    "--head-dims": "--head-dim",
+    "--dtypes": "--dtype",
+    "--passes": "--pass",
+    "--direction": "--pass",
+    "--length": "--seq-len",
+    "--batch": "--batch-size",
+    "--batches": "--batch-size",
+    "--out": "--output",
+    "--ms": "--budget-ms",
 }
 
 
@@ -36,6 +50,18 @@ def test_the_check_finds_what_is_missing() -> None:
         parser.add_argument("--dims", nargs="+", default=[4, 8], help="(default: 4)")
 
     assert undescribed(add_arguments) == ["--silent", "--length", "--dims"]
+
+
+@pytest.mark.parametrize("other", OTHER_NAMES)
+def test_a_flag_has_one_name_everywhere(other: str) -> None:
+    root = Path(__file__).resolve().parents[1]
+    named = [
+        str(path.relative_to(root))
+        for folder in ("flashtile", "benchmarks", "examples", "training")
+        for path in sorted((root / folder).rglob("*.py"))
+        if f'"{other}"' in path.read_text(encoding="utf-8")
+    ]
+    assert named == [], f"want {OTHER_NAMES[other]}"
 
 
 def undescribed(add_arguments: Callable[[argparse.ArgumentParser], None]) -> list[str]:

@@ -160,7 +160,7 @@ def test_the_limit_ends_a_round_in_its_middle() -> None:
         (["base=.", "--cases", "nothing"], "no set of cases and no file 'nothing'"),
         (["base=.", "--cases", "field:x"], "want field, field:SEED"),
         (["base=.", "--cases", "papers", "--calls", "0"], "--calls 0, want at least 1"),
-        (["base=.", "--cases", "deterministic", "--passes", "both"], "leave no case"),
+        (["base=.", "--cases", "deterministic", "--pass", "both"], "leave no case"),
     ],
 )
 def test_it_refuses_wrong_arguments(

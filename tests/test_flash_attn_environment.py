@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flashtile.cli import flash_attn, main
+from flashtile.cli import flash_attn
 from flashtile.integrations.flash_attn_hook import NAMES
 from flashtile.integrations.flash_attn_modules import FLASH_ATTN_2, PACKAGES
+from flashtile_command import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """

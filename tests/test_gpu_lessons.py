@@ -52,8 +52,8 @@ def test_the_ablation_writes_times_and_timelines(tmp_path: Path):
     from examples.learn.hopper_ablation import ROLE_NAMES, SCHEDULES, main
     from examples.learn.hopper_attention import CONSUMER_EVENTS
 
-    small = ["--batch", "1", "--tokens", "1024", "--budget-ms", "1"]
-    main([*small, "--out", str(tmp_path)])
+    small = ["--batch-size", "1", "--seq-len", "1024", "--budget-ms", "1"]
+    main([*small, "--output", str(tmp_path)])
     with (tmp_path / "ablation.csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert [line["schedule"] for line in lines] == [*SCHEDULES, "flashtile", "cuDNN"]

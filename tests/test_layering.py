@@ -99,6 +99,7 @@ FOLDERS = {
 # some units only, the optional packages.
 REQUIRED = {"torch", "typing_extensions"}
 OPTIONAL = {
+    "__main__": {"flashtile_command"},  # beside the package, because it must not import PyTorch
     "cli": {"transformers", "triton"},
     "integrations": {"diffusers", "transformers", "vllm"},
     "models": {"transformers"},  # from_pretrained

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile import clear_caches, cli
+from flashtile import clear_caches
 from flashtile.backends.triton import plan
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.cli import tune
 from flashtile.problem import AttentionProblem
+from flashtile_command import main
 
 SLOW, FAST, NOW = (
     tune.Candidate("16-bit", 128, "forward", plan.Tile(BLOCK_M, 64, 4, 2))
@@ -196,8 +197,8 @@ def test_all_candidates_are_compiled_before_the_first_is_measured(
 
     monkeypatch.setattr(tune, "in_processes", in_processes)
     monkeypatch.setattr(tune, "measure", measure)
-    flags = ["--head-dims", "64", "128", "--processes", "3", "--output", str(tmp_path)]
-    assert cli.main(["tune", *flags]) == 0
+    flags = ["--head-dim", "64", "128", "--processes", "3", "--output", str(tmp_path)]
+    assert main(["tune", *flags]) == 0
     half = len(done) // 2
     assert [what for what, _ in done] == ["compiled"] * half + ["measured"] * half
     assert [x for _, x in done[:half]] == [x for _, x in done[half:]]

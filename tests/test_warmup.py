@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile import cli
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
@@ -19,6 +18,7 @@ from flashtile.cli.model_calls import Layer, layers_of
 from flashtile.gpu.absent import TARGETS, current_target
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem
+from flashtile_command import main
 
 pytestmark = pytest.mark.slow
 
@@ -158,7 +158,7 @@ def test_the_command_reports_what_failed(
     as_if_on_a_gpu: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert cli.main(["warmup", "--model", str(tmp_path), "--for", "serving"]) == 1
+    assert main(["warmup", "--model", str(tmp_path), "--for", "serving"]) == 1
     printed = capsys.readouterr().out
     assert [str(call) for call in as_if_on_a_gpu] == printed.splitlines()[: len(as_if_on_a_gpu)]
     assert f"{len(as_if_on_a_gpu) - 1} of {len(as_if_on_a_gpu)} calls ready in" in printed
@@ -166,7 +166,7 @@ def test_the_command_reports_what_failed(
 
 
 def test_head_dims_without_a_model(as_if_on_a_gpu: list[Any]) -> None:
-    cli.main(["warmup", "--head-dims", "32", "--dtypes", "float16", "--group", "2"])
+    main(["warmup", "--head-dim", "32", "--dtype", "float16", "--group", "2"])
     combined = [warmup.Combination("float16", 32, causal, 2, True) for causal in (False, True)]
     assert as_if_on_a_gpu == combined
 
@@ -189,7 +189,7 @@ def test_a_combination_makes_calls_of_all_lengths(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("size", ["-1", "100"])
 def test_a_wrong_page_size_is_named(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["warmup", f"--page-size={size}"]) == 1
+    assert main(["warmup", f"--page-size={size}"]) == 1
     assert f"--page-size: got {size}, want" in capsys.readouterr().out
 
 
@@ -210,13 +210,13 @@ def test_what_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(warmup, "TRITON_IS_INSTALLED", False)
-    assert cli.main(["warmup", "--head-dims=64", *flags]) == 1
+    assert main(["warmup", "--head-dim=64", *flags]) == 1
     assert f"flashtile warmup: {message}" in capsys.readouterr().out
 
 
 def test_an_unknown_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["warmup", "--target=sm_75"])
+        main(["warmup", "--target=sm_75"])
     assert "--target: invalid choice: 'sm_75'" in capsys.readouterr().err
 
 

@@ -62,7 +62,12 @@ def main(config: DictConfig) -> None:
         run = Run(settings)
     except ValueError as error:
         sys.exit(f"configuration: {error}")
-    run.train()
+    try:
+        run.train()
+    except KeyboardInterrupt:
+        if run.fabric.is_global_zero:
+            print(run.interrupted(), file=sys.stderr)
+        sys.exit(130)  # as a shell reports Ctrl-C
 
 
 class Run:
@@ -292,6 +297,16 @@ class Run:
         }
         keep = self.settings.trainer.keep_checkpoints
         checkpoints.save(self.fabric, self.folder / "checkpoints", self.state, run, keep)
+
+    def interrupted(self) -> str:
+        """What is left of a run that Ctrl-C has stopped, and how to go on."""
+        stopped = f"stopped after step {self.step} of {self.settings.trainer.steps}"
+        checkpoint = checkpoints.latest(self.folder / "checkpoints")
+        if checkpoint is None:
+            every = self.settings.trainer.checkpoint_every
+            return f"{stopped}, without a checkpoint (trainer.checkpoint_every={every})"
+        step = checkpoints.described(checkpoint)["step"]
+        return f"{stopped}; the same command goes on after step {step}, from {checkpoint}"
 
     def restore(self, free: set[str]) -> None:
         """Continue the run in the folder, if there is one with the same settings but for `free`."""

@@ -108,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         "files: lists of objects with fields of Case, passes, clock, peer",
     )
     parser.add_argument(
-        "--passes",
+        "--pass",
+        dest="passes",
         nargs="+",
         choices=DIRECTIONS,
         default=DIRECTIONS,

@@ -106,18 +106,18 @@ def measure(team: Team, batch: int, tokens: int, has_graph: bool) -> None:
 def main() -> None:
     """Print a group of lines for each batch."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context.decode")
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     device = connected()
     team = Team.of(device)
-    for batch in args.batches:
+    for batch in args.batch_size:
         if args.profile:
-            profile(calls_of(batch, args.tokens, device)["append, int"])
+            profile(calls_of(batch, args.seq_len, device)["append, int"])
         else:
-            measure(team, batch, args.tokens, args.graph)
+            measure(team, batch, args.seq_len, args.graph)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """What the host does in calls of context parallelism: a profile of the functions on rank 0.
 
-``torchrun --nproc-per-node 2 -m benchmarks.context.host_profile --case 1 --direction forward``
+``torchrun --nproc-per-node 2 -m benchmarks.context.host_profile --case 1 --pass forward``
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     """Profile and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.context.host_profile")
     parser.add_argument("--case", type=int, default=1)
-    parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
+    parser.add_argument("--pass", dest="direction", choices=DIRECTIONS, default="forward")
     parser.add_argument("--peer", default="flashtile-gather")
     parser.add_argument("--sort", default="tottime", help="a column of cProfile")
     args = parser.parse_args()

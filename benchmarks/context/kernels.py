@@ -195,13 +195,15 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", default=["dense"], help="dense, window, packed, document"
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
+    parser.add_argument("--seq-len", type=int, default=8192, help="of each rank")
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", help="of the ranks; by default the one that runs their calls")
-    parser.add_argument("--ms", type=float, default=400.0, help="to measure a pass of a case")
+    parser.add_argument(
+        "--budget-ms", type=float, default=400.0, help="to measure a pass of a case"
+    )
     args = parser.parse_args()
     headings = ["case", "ranks x groups", "backend", "pass", "one GPU, ms", "ranks, ms"]
     headings += ["one GPU / sum", "one GPU / ranks x slowest", "out: largest difference, equal"]
@@ -210,11 +212,13 @@ def main() -> None:
         # A document is a packed batch of one sequence: what packing costs one GPU.
         window = 1024 if variant == "window" else 0
         q_heads, kv_heads = args.heads
-        shape = (q_heads, kv_heads, args.head_dim, args.tokens, window)
+        shape = (q_heads, kv_heads, args.head_dim, args.seq_len, window)
         case = ContextCase(variant, args.dtype, *shape)
         for ranks in args.ranks:
             for groups in args.groups:
-                for line in measured(case, ranks, groups, args.backend, args.device, args.ms):
+                for line in measured(
+                    case, ranks, groups, args.backend, args.device, args.budget_ms
+                ):
                     print(*line, sep=" | ", flush=True)  # if the run is cut short
                     lines.append(line)
     print_table(headings, lines)

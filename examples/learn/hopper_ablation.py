@@ -1,6 +1,6 @@
 """Lesson 8: what each overlap is worth, and a timeline of one program, on a Hopper GPU.
 
-    python -m examples.learn.hopper_ablation --out benchmarks/results/h200/lesson
+    python -m examples.learn.hopper_ablation --output benchmarks/results/h200/lesson
 
 checks every schedule against float64, times all of them next to flashtile's own kernel and cuDNN,
 and writes `ablation.csv` and `timeline.json`. It takes about a minute; most of that is compiling.
@@ -210,31 +210,33 @@ def stages(trace: Tensor) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check, measure, trace, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m examples.learn.hopper_ablation")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--seq-len", type=int, default=TOKENS)
+    parser.add_argument("--batch-size", type=int, default=BATCH)
     parser.add_argument("--budget-ms", type=float, default=4000.0, help="GPU time to measure")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
-    if given.tokens < FEWEST_TOKENS or given.tokens % SIZE.value:
+    if given.seq_len < FEWEST_TOKENS or given.seq_len % SIZE.value:
         parser.error(
-            f"--tokens: got {given.tokens}, want a multiple of 128 from {FEWEST_TOKENS} on"
+            f"--seq-len: got {given.seq_len}, want a multiple of 128 from {FEWEST_TOKENS} on"
         )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("This machine has no Hopper GPU: nothing is measured.")
         return
     check(torch.float16, given.seed)
-    shape = (given.batch * HEADS, given.tokens, 128)
+    shape = (given.batch_size * HEADS, given.seq_len, 128)
     Q, K, V = (torch.randn(shape, device="cuda", dtype=torch.float16) for _ in range(3))
     check_last_rows(Q, K, V)
     print("All results are right: their errors are within the rule of flashtile.testing.")
     lines = times(Q, K, V, given.budget_ms)
-    command = f"python -m examples.learn.hopper_ablation --out {given.out} --seed {given.seed}"
+    command = (
+        f"python -m examples.learn.hopper_ablation --output {given.output} --seed {given.seed}"
+    )
     origin = provenance("cuda", command)
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_csv(given.out / "ablation.csv", [line | origin for line in lines])
+    given.output.mkdir(parents=True, exist_ok=True)
+    write_csv(given.output / "ablation.csv", [line | origin for line in lines])
     traces = {name: trace_of(Q, K, V, schedule) for name, schedule in SCHEDULES.items()}
-    write_json(given.out / "timeline.json", traces, origin | {"tokens": given.tokens})
+    write_json(given.output / "timeline.json", traces, origin | {"tokens": given.seq_len})
     for line in lines:
         print(f"{line['schedule']:26} {line['median_ms']:>8} ms {line['tflops']:>6} TFLOP/s")
     for name, trace in traces.items():

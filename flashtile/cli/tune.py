@@ -67,7 +67,7 @@ class Candidate(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags: what to tune and where to write."""
     parser.add_argument(
-        "--head-dims",
+        "--head-dim",
         type=int,
         nargs="+",
         default=list(HEAD_DIMS),
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"calls to tune (default: {' '.join(CALLS)})",
     )
     parser.add_argument(
-        "--length",
+        "--seq-len",
         type=int,
         default=4096,
         metavar="N",
@@ -117,13 +117,13 @@ def run(args: argparse.Namespace) -> int:
     name = plan.architecture(torch.cuda.get_device_capability())
     dtype = getattr(torch, args.dtype)
     best: dict[str, list[int]] = {}
-    every = [x for dim in args.head_dims for call in args.calls for x in in_use(name, dim, call)]
+    every = [x for dim in args.head_dim for call in args.calls for x in in_use(name, dim, call)]
     compete = {now: list(dict.fromkeys([now, *grid(*now[:3])])) for now in every}
     compile_all([x for candidates in compete.values() for x in candidates], dtype, args)
     for now, candidates in compete.items():
         kind, head_dim, kernel, tile = now
         what = f"{kind}, head dim {head_dim}, {kernel}"
-        times = measure(candidates, args.length, dtype)
+        times = measure(candidates, args.seq_len, dtype)
         if not times:
             print(f"{what}: no candidate fits")
             continue
@@ -143,7 +143,7 @@ def compile_all(candidates: list[Candidate], dtype: torch.dtype, args: argparse.
     """
     started = time.monotonic()
     done = in_processes(
-        partial(run_once, length=args.length, dtype=dtype), candidates, args.processes
+        partial(run_once, length=args.seq_len, dtype=dtype), candidates, args.processes
     )
     for _ in with_progress(done, len(candidates), "compiled"):
         pass

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="CONFIG",
         help="compile what a model of Hugging Face needs: a config.json, a folder with one, or a "
-        "name that transformers knows (default: none, --head-dims, --dtypes and --group say it)",
+        "name that transformers knows (default: none, --head-dim, --dtype and --group say it)",
     )
     parser.add_argument(
         "--target",
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes that compile (default: %(default)s)",
     )
     parser.add_argument(
-        "--head-dims",
+        "--head-dim",
         type=int,
         nargs="+",
         default=[64, 128],
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="head dims to compile for, in elements (default: 64 128)",
     )
     parser.add_argument(
-        "--dtypes",
+        "--dtype",
         nargs="+",
         choices=DTYPES,
         default=DTYPES,
@@ -217,5 +217,5 @@ def _calls(args: argparse.Namespace) -> Sequence[Call | Combination]:
         raise ValueError(f"--page-size: got {args.page_size}, want 0 or a divisor of {CAPACITY}")
     if args.model is not None:
         return calls_of(read_config(args.model), args.purpose, args.page_size)
-    combined = itertools.product(args.dtypes, args.head_dims, (False, True))
+    combined = itertools.product(args.dtype, args.head_dim, (False, True))
     return [Combination(*one, args.group, not args.no_backward) for one in combined]

@@ -181,8 +181,8 @@ def test_the_page_names_every_schedule_and_event(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("tokens", ["896", "1100"])
 def test_the_ablation_refuses(tokens: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main(["--out", "nowhere", "--tokens", tokens])
-    wanted = f"--tokens: got {tokens}, want a multiple of 128 from 1024 on"
+        main(["--output", "nowhere", "--seq-len", tokens])
+    wanted = f"--seq-len: got {tokens}, want a multiple of 128 from 1024 on"
     assert wanted in capsys.readouterr().err
 
 

@@ -22,10 +22,11 @@ if torch.cuda.is_available():
 from triton import knobs
 from triton.runtime import driver
 
-from flashtile import clear_caches, cli
+from flashtile import clear_caches
 from flashtile.cli import model_calls, warmup
 from flashtile.gpu.absent import current_target
 from flashtile.gpu.launch import read_kernels_folder
+from flashtile_command import main
 
 from .fake_cuda import as_if_on_a_gpu, fake_driver
 
@@ -116,7 +117,7 @@ def test_calls_find_the_kernels_of_a_folder_that_has_moved(
         patch.setattr(knobs.compilation, "store_binary_only", False)
         patch.setenv("TRITON_CACHE_DIR", str(made))
         command = ["warmup", "--target=sm_90", f"--model={path}", f"--page-size={page_size}"]
-        assert cli.main([*command, f"--for={purpose}"]) == 0
+        assert main([*command, f"--for={purpose}"]) == 0
     assert current_target.gpu is None
     kernels = sorted(made.rename(moved).glob("*/*kernel.cubin"))
     printed = capsys.readouterr().out

@@ -247,6 +247,37 @@ def test_a_run_killed_while_it_writes_resumes_from_the_last_whole_checkpoint(tmp
     assert not list(folder.glob("*.partial"))
 
 
+INTERRUPTED = """
+import os, signal, sys
+from training import train
+
+train_step = train.Run.train_step
+
+def stop(run):
+    if run.step == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return train_step(run)
+
+train.Run.train_step = stop
+train.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seed=1", "; the same command goes on after step 2, from run/checkpoints/step-00000002"),
+        ("trainer.checkpoint_every=5", ", without a checkpoint (trainer.checkpoint_every=5)"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(tmp_path, change, message):
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    result = command(tmp_path, change, "run_dir=run", program=(str(tmp_path / "interrupted.py"),))
+    assert result.returncode == 130, result.stderr
+    assert result.stderr.splitlines()[-1] == f"stopped after step 3 of 6{message}"
+    assert "Traceback" not in result.stderr
+
+
 class Killed(Exception):
     """Stands for SIGKILL at a moment between two system calls."""
 
