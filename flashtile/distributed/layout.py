@@ -209,7 +209,7 @@ class Layout:
             self.without_padding("v", v, self.keys, self.local_keys),
         )
 
-    def without_padding(self, name: str, x: Tensor, shards: ShardMap, rows: int) -> Tensor:
+    def without_padding(self, name: str, x: Tensor, holders: ShardMap, rows: int) -> Tensor:
         """A shard (batch, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens.
 
         Raises:
@@ -219,7 +219,7 @@ class Layout:
         if x.dim() != len(want) + 2 or tuple(x.shape[: len(want)]) != want:
             shape = ", ".join(map(str, (*want, "heads", "head_dim")))
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({shape}) in this layout")
-        tokens = self.tokens[0 if shards is self.queries else 1]
+        tokens = self.tokens[0 if holders is self.queries else 1]
         return x[:, : tokens // self.sequences].flatten(0, 1) if self.sequences else x[:tokens]
 
     def with_padding(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
