@@ -17,6 +17,7 @@ import context_figures
 import figures
 import gallery
 import gpu_figures
+import lesson_figures
 import notebooks
 import plan_figures
 import snippets
@@ -124,7 +125,8 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", readable)
     app.connect("autodoc-skip-member", skip_unexplained)
     figures.draw_all(DOCS / "figures")
-    for page in (span_figures, gpu_figures, context_figures, plan_figures, gallery):
+    drawn = (span_figures, lesson_figures, gpu_figures, context_figures, plan_figures, gallery)
+    for page in drawn:
         figures.draw_all(DOCS / "figures", page.FIGURES)
     timeline_figures.write_all(DOCS / "figures")
     notebooks.write_all(DOCS / "examples")

@@ -67,3 +67,30 @@ def test_wide_pictures_get_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     boxed = {x.children[0]["uri"] for x in page if x["classes"] == ["wide-picture"]}
     assert boxed == {"wide.png", "wide.svg"}
     assert [image["uri"] for image in page.findall(nodes.image)] == list(sizes)
+
+
+LINK = re.compile(r"\]\((?P<page>[\w./-]*\.md)?#(?P<anchor>[\w-]+)\)")
+HEADING = re.compile(r"^#{1,3} (?P<title>.+)$", re.M)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings that conf.py's `myst_heading_anchors` gives one."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    titles = [match["title"].lower() for match in HEADING.finditer(text)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("**/*.md")), ids=lambda page: page.stem)
+def test_every_anchor_exists(page: Path):
+    """The check-list of the lessons, and every other link to a heading."""
+    for link in LINK.finditer(page.read_text()):
+        target = (page.parent / (link["page"] or page.name)).resolve()
+        assert link["anchor"] in anchors(target), link[0]
+
+
+def test_the_checklist_covers_all_lessons():
+    learn = DOCS / "learn"
+    listed = set(re.findall(r"\| \[\]\((\w[\w-]+\.md)\)", (learn / "index.md").read_text()))
+    assert {page.name for page in learn.glob("*.md")} - listed == {"index.md", "visualiser.md"}
+    checked = set(re.findall(r"\]\((\w[\w-]+\.md)", (learn / "index.md").read_text().split("\n## ")[-1]))
+    assert listed == checked
