@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure nothing; make a page and pictures of its CSV files (default: measure)",
     )
     _add_shapes(parser.add_argument_group("what to measure"))
-    _add_settings(parser.add_argument_group("who, where and how long"))
+    _add_settings(parser.add_argument_group("libraries, device and duration"))
     _add_files(parser.add_argument_group("results"))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of these lists
     parser.epilog = _names()

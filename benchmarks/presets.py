@@ -346,7 +346,7 @@ PRESETS = {
         ),
     ),
     "gpu-quantize": Preset(
-        "bringing 16,384 tokens of q, k and v to float8: share of a copy's speed",
+        "quantising 16,384 tokens of q, k and v to float8, as a fraction of a copy's speed",
         _quantize(),
         replace(
             _settings("flashtile-quantize copy", ("forward",), 0.1),

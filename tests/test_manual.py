@@ -92,5 +92,7 @@ def test_the_checklist_covers_all_lessons():
     learn = DOCS / "learn"
     listed = set(re.findall(r"\| \[\]\((\w[\w-]+\.md)\)", (learn / "index.md").read_text()))
     assert {page.name for page in learn.glob("*.md")} - listed == {"index.md", "visualiser.md"}
-    checked = set(re.findall(r"\]\((\w[\w-]+\.md)", (learn / "index.md").read_text().split("\n## ")[-1]))
+    checked = set(
+        re.findall(r"\]\((\w[\w-]+\.md)", (learn / "index.md").read_text().split("\n## ")[-1])
+    )
     assert listed == checked

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="CONFIG",
         help="compile what a model of Hugging Face needs: a config.json, a folder with one, or a "
-        "name that transformers knows (default: none, --head-dim, --dtype and --group say it)",
+        "name that transformers knows (default: none; use --head-dim, --dtype and --group)",
     )
     parser.add_argument(
         "--target",

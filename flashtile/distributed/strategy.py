@@ -91,7 +91,7 @@ class Workload(NamedTuple):
     tiles: TileMap | None = None
 
     def held_by_groups(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
-        """Who owns which queries and keys, when neighbours hold theirs together."""
+        """The queries and keys of each group of `ulysses` neighbouring ranks, which pool theirs."""
         if ulysses == 1:
             return self.queries, self.keys
         groups = [range(first, first + ulysses) for first in range(0, self.queries.ranks, ulysses)]

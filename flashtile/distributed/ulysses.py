@@ -57,7 +57,7 @@ def _even(count: int, parts: int) -> list[Span]:
 
 
 def merged(shard_map: ShardMap, groups: Sequence[Sequence[int]]) -> ShardMap:
-    """Who owns which tokens when the ranks of a group hold theirs together."""
+    """The tokens of each group of ranks, which pool theirs."""
     pieces = [[piece for rank in group for piece in shard_map.pieces[rank]] for group in groups]
     return ShardMap.of(shard_map.lengths, pieces)
 

@@ -144,8 +144,8 @@ class _Captures(TorchFunctionMode):
         self._operations.called = function
         if function in READ_NUMBERS:
             raise self._refused(
-                "reads the value of a tensor, which is not known in advance; use torch.where "
-                "instead of if"
+                "reads the value of a tensor, which is not known while the function is traced; use "
+                "torch.where instead of if"
             )
         # For mypy, `Tensor.data` is a tensor; at run time it is the property.
         if function == Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -204,8 +204,8 @@ class _Operations(Recorder):
         ):
             raise self.refused(
                 function,
-                "reads the value of a tensor, which is not known in advance; use torch.where "
-                "instead of if",
+                "reads the value of a tensor, which is not known while the function is traced; use "
+                "torch.where instead of if",
             )
         if torch.Tag.nondeterministic_seeded in tags:
             raise self.refused(function, "draws random numbers; use dropout_p")

@@ -527,7 +527,7 @@ def _inside(index: str, size: int) -> str:
 
 
 def _is_small(line: Line, constants: dict[Name, Any]) -> bool:
-    """Whether the result is about as small as the indices that the line reads."""
+    """Whether the result of `line` is of the size of the indices that it reads: int32 holds it."""
     if line.op in (VALUES, INTEGERS) or line.op.startswith("mul.") or _factor(line):
         return False
     given = (constants.get(x, 0) if isinstance(x, Name) else x for x in line.arguments)

@@ -398,7 +398,7 @@ LEAST_GAIN_US = 10.0
 
 
 class Order(NamedTuple):
-    """How programs share tiles of keys, and in which order they start."""
+    """How many programs share a tile of keys, and the order in which programs start."""
 
     parts: int  # programs for each tile
     swizzle: int  # heads whose tiles run at the same time; each part of a key head counts as one

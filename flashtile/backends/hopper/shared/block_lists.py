@@ -53,7 +53,7 @@ class BlockLists(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors, which a repeated launch replaces."""
+        """The tensors of the lists, which a repeated launch exchanges for those of its own call."""
         return self[:5]
 
     def with_tensors(self, *tensors: Tensor) -> BlockLists:
