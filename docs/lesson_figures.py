@@ -24,17 +24,16 @@ from figures import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
+from torch import Tensor
 
 from examples.learn import traffic
 from flashtile.ops.quantize.hadamard import rotation
 
 
-def memory_levels() -> Figure:
-    """Sizes and speeds of an H100's memories, and what attention sends through the slowest."""
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(8.2, 3.6), width_ratios=(1, 1.05), layout="constrained"
-    )
-    blank(left, 10, 8)
+def memories() -> Figure:
+    """Sizes and speeds of an H100's memories."""
+    figure, axes = plt.subplots(figsize=(3.9, 3.4), layout="constrained")
+    blank(axes, 10, 8)
     levels = (
         ("registers", "33 MB", GREEN),
         ("shared memory (SRAM)", "30 MB, 33 TB/s", MINT),
@@ -46,11 +45,15 @@ def memory_levels() -> Figure:
         half = [1.9 + 0.36 * y for y in (top, bottom)]
         corners = [(5 - half[0], top), (5 + half[0], top), (5 + half[1], bottom)]
         corners.append((5 - half[1], bottom))
-        left.add_patch(Polygon(corners, facecolor=color, edgecolor="white", clip_on=False))
-        write(left, 5, top + 0.6, name, fontsize=9)
-        write(left, 5, top + 1.25, size, fontsize=9)
-    left.set_title("memories of an H100", fontsize=10)
+        axes.add_patch(Polygon(corners, facecolor=color, edgecolor="white", clip_on=False))
+        write(axes, 5, top + 0.6, name, fontsize=9)
+        write(axes, 5, top + 1.25, size, fontsize=9)
+    axes.set_title("memories of an H100", fontsize=10)
+    return figure
 
+
+def moved_numbers() -> Figure:
+    """What attention reads from and writes to slow memory."""
     N, d = 16384, 64
     bars = (
         ("standard", traffic.standard_traffic(N, d), ORANGE),
@@ -58,13 +61,14 @@ def memory_levels() -> Figure:
         ("FlashAttention-2", traffic.flash_attention_2_traffic(N, d, 128), BLUE),
         ("inputs and output", 4 * N * d, GREY),
     )
+    figure, axes = plt.subplots(figsize=(3.9, 3.4), layout="constrained")
     for n, (name, moved, color) in enumerate(bars):
-        right.barh(n, moved / 1e6, height=0.42, color=color)
-        right.text(moved / 1e6 + 12, n, f"{moved / 1e6:,.0f} M", va="center", fontsize=9)
-        right.text(10, n - 0.27, name, va="bottom", fontsize=9)
-    right.set(ylim=(3.4, -0.7), xlim=(0, 1350), yticks=[], xlabel="millions of numbers")
-    right.set_title("moved for one head, 16,384 tokens, d = 64", fontsize=10)
-    right.spines[["top", "right"]].set_visible(False)
+        axes.barh(n, moved / 1e6, height=0.42, color=color)
+        axes.text(moved / 1e6 + 12, n, f"{moved / 1e6:,.0f} M", va="center", fontsize=9)
+        axes.text(10, n - 0.27, name, va="bottom", fontsize=9)
+    axes.set(ylim=(3.4, -0.7), xlim=(0, 1350), yticks=[], xlabel="millions of numbers")
+    axes.set_title("moved for one head, 16,384 tokens, d = 64", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -114,47 +118,60 @@ def first_loop() -> Figure:
     return figure
 
 
-def both_loops() -> Figure:
-    """The order of the tiles in both versions, at the sixth of twelve steps."""
-    figure, (first, second) = plt.subplots(1, 2, figsize=(7.6, 4.1), layout="constrained")
-    first.set_title("FlashAttention-1", fontsize=10.5)
+def loop_of_version_1() -> Figure:
+    """The sixth of twelve steps with the keys outside."""
+    figure, axes = plt.subplots(figsize=(3.7, 4.0), layout="constrained")
+    axes.set_title("FlashAttention-1", fontsize=10.5)
     text = "$K_2$, $V_2$ stay; each step loads\n$Q_i$ and $O_i$, and stores $O_i$"
-    _loops(first, text, keys_outside=True, now=(1, 1))
-    second.set_title("FlashAttention-2", fontsize=10.5)
-    text = "$Q_2$, $O_2$ stay; each step loads\n$K_j$ and $V_j$; $O_2$ is stored once"
-    _loops(second, text, keys_outside=False, now=(1, 2))
+    _loops(axes, text, keys_outside=True, now=(1, 1))
     return figure
 
 
-def warps() -> Figure:
-    """One step of a program with four warps, divided by keys and by queries."""
-    figure, panels = plt.subplots(1, 2, figsize=(7.6, 4.3), layout="constrained")
+def loop_of_version_2() -> Figure:
+    """The sixth of twelve steps with the queries outside."""
+    figure, axes = plt.subplots(figsize=(3.7, 4.0), layout="constrained")
+    axes.set_title("FlashAttention-2", fontsize=10.5)
+    text = "$Q_2$, $O_2$ stay; each step loads\n$K_j$ and $V_j$; $O_2$ is stored once"
+    _loops(axes, text, keys_outside=False, now=(1, 2))
+    return figure
+
+
+def _warps(title: str, note: str, *, by_keys: bool) -> Figure:
+    """A tile of scores that four warps share."""
+    figure, axes = plt.subplots(figsize=(3.7, 4.1), layout="constrained")
     colors = ((BLUE, SKY), (ORANGE, SAND), (GREEN, MINT), (SLATE, DONE))
     left, top, size = 2.4, 2.4, 1.0
-    for axes, by_keys in zip(panels, (True, False), strict=True):
-        blank(axes, 9.6, 9.8)
-        for n, (strong, soft) in enumerate(colors):
-            x, y = left + n * size, top + n * size
-            box(axes, x, 0.6, size, 1.3, facecolor=soft if by_keys else PAPER)
-            box(axes, 0.6, y, 1.3, size, facecolor=PAPER if by_keys else soft)
-            if by_keys:
-                box(axes, x, top, size, 4 * size, facecolor=soft)
-                write(axes, x + 0.5, top + 2, f"warp {n}", rotation=90, color=strong)
-                box(axes, left + 4.7 + 0.22 * n, top + 0.22 * n, 1.3, 4 * size, facecolor=soft)
-            else:
-                box(axes, left, y, 4 * size, size, facecolor=soft)
-                write(axes, left + 2, y + 0.5, f"warp {n}", color=strong)
-                box(axes, left + 4.7, y, 1.3, size, facecolor=soft)
-        write(axes, left + 2, 0.2, "$K_j$, $V_j$", fontsize=9.5)
-        write(axes, 1.25, top - 0.3, "$Q_i$", fontsize=9.5)
-        write(axes, left + 5.5, top - 0.4, "$O_i$", fontsize=9.5)
-    panels[0].set_title("divided by keys (FlashAttention-1)", fontsize=10)
-    text = "four sums of the size of $O_i$ go through\nshared memory and are added"
-    write(panels[0], 4.8, 8.3, text, fontsize=9.5, linespacing=1.5)
-    panels[1].set_title("divided by queries (FlashAttention-2)", fontsize=10)
-    text = "each warp ends with its rows of $O_i$:\nno exchange"
-    write(panels[1], 4.8, 8.3, text, fontsize=9.5, linespacing=1.5)
+    blank(axes, 9.6, 9.4)
+    for n, (strong, soft) in enumerate(colors):
+        x, y = left + n * size, top + n * size
+        box(axes, x, 0.6, size, 1.3, facecolor=soft if by_keys else PAPER)
+        box(axes, 0.6, y, 1.3, size, facecolor=PAPER if by_keys else soft)
+        if by_keys:
+            box(axes, x, top, size, 4 * size, facecolor=soft)
+            write(axes, x + 0.5, top + 2, f"warp {n}", rotation=90, color=strong)
+            box(axes, left + 4.7 + 0.22 * n, top + 0.22 * n, 1.3, 4 * size, facecolor=soft)
+        else:
+            box(axes, left, y, 4 * size, size, facecolor=soft)
+            write(axes, left + 2, y + 0.5, f"warp {n}", color=strong)
+            box(axes, left + 4.7, y, 1.3, size, facecolor=soft)
+    write(axes, left + 2, 0.2, "$K_j$, $V_j$", fontsize=9.5)
+    write(axes, 1.25, top - 0.3, "$Q_i$", fontsize=9.5)
+    write(axes, left + 5.5, top - 0.4, "$O_i$", fontsize=9.5)
+    axes.set_title(title, fontsize=10)
+    write(axes, 4.8, 8.3, note, fontsize=9.5, linespacing=1.5)
     return figure
+
+
+def warps_by_keys() -> Figure:
+    """Split-K: each warp has a quarter of the keys."""
+    note = "four sums of the size of $O_i$ go through\nshared memory and are added"
+    return _warps("divided by keys (FlashAttention-1)", note, by_keys=True)
+
+
+def warps_by_queries() -> Figure:
+    """Split-Q: each warp has a quarter of the queries."""
+    note = "each warp ends with its rows of $O_i$:\nno exchange"
+    return _warps("divided by queries (FlashAttention-2)", note, by_keys=False)
 
 
 def gradients() -> Figure:
@@ -192,55 +209,78 @@ def gradients() -> Figure:
     return figure
 
 
-def jacobians() -> Figure:
-    """The Jacobian of a product of matrices, and that of a softmax."""
-    X, W = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)).unbind()
-    W = W.T  # (4, 3)
-    product = torch.func.jacrev(lambda x: x.view(3, 4) @ W)(X.flatten()).reshape(9, 12)
-    scores = torch.tensor([0.4, 1.6, 0.2, 1.1, 0.7, 0.9])
-    softmax = torch.func.jacrev(lambda s: s.softmax(0))(scores)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(7.6, 3.5), width_ratios=(1.35, 1), layout="constrained"
-    )
-    for axes, matrix in ((left, product), (right, softmax)):
-        most = float(matrix.abs().max())
-        axes.imshow(matrix, cmap="RdBu_r", vmin=-most, vmax=most)
-        axes.set_xticks(torch.arange(matrix.shape[1] + 1) - 0.5, [], minor=False)
-        axes.set_yticks(torch.arange(matrix.shape[0] + 1) - 0.5, [])
-        axes.grid(color="white", linewidth=0.8)
-        axes.tick_params(length=0)
-    left.set(xlabel="elements of X, row by row", ylabel="elements of Y = X W")
-    left.set_title("a product: blocks $W^T$, else zeros", fontsize=10)
-    right.set(xlabel="elements of s", ylabel="elements of p")
-    right.set_title("a softmax: diag(p) − p $p^T$", fontsize=10)
+def _matrix(matrix: Tensor, title: str, x: str, y: str) -> Figure:
+    """A matrix as coloured squares: red is positive, blue negative, white zero."""
+    figure, axes = plt.subplots(figsize=(3.9, 3.5), layout="constrained")
+    most = float(matrix.abs().max())
+    axes.imshow(matrix, cmap="RdBu_r", vmin=-most, vmax=most)
+    rows, columns = matrix.shape
+    axes.set_xticks(torch.arange(columns + 1) - 0.5, [])
+    axes.set_yticks(torch.arange(rows + 1) - 0.5, [])
+    axes.grid(color="white", linewidth=0.8)
+    axes.tick_params(length=0)
+    axes.set(xlabel=x, ylabel=y)
+    axes.set_title(title, fontsize=10)
     return figure
 
 
-def eight_bits() -> Figure:
-    """How far e4m3 rounds a number of each size, and what a rotation does to an outlier."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.4), layout="constrained")
+def jacobian_of_product() -> Figure:
+    """Of Y = X W by X, from PyTorch."""
+    W = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+    jacobian = torch.func.jacrev(lambda x: x @ W)(torch.zeros(3, 4)).reshape(9, 12)
+    title = "a product: blocks $W^T$, else zeros"
+    return _matrix(jacobian, title, "elements of X, row by row", "elements of Y = X W")
+
+
+def jacobian_of_softmax() -> Figure:
+    """Of p = softmax(s), from PyTorch."""
+    scores = torch.tensor([0.4, 1.6, 0.2, 1.1, 0.7, 0.9])
+    jacobian = torch.func.jacrev(lambda s: s.softmax(0))(scores)
+    title = "a softmax: diag(p) − p $p^T$"
+    return _matrix(jacobian, title, "elements of s", "elements of p")
+
+
+def rounding_to_8_bits() -> Figure:
+    """How far e4m3 rounds a number of each size."""
+    figure, axes = plt.subplots(figsize=(3.9, 3.4), layout="constrained")
     x = torch.logspace(-11, 10, 4000, base=2, dtype=torch.float64)
     rounded = x.clamp(max=448).to(torch.float8_e4m3fn).double()
-    left.plot(x, (rounded - x).abs() / x, color=BLUE, linewidth=0.8)
-    left.set_xscale("log", base=2)
-    left.set(xlabel="a number (without a scale)", ylabel="relative error", ylim=(0, 1.05))
-    left.set_title("rounding to e4m3", fontsize=10)
-    left.annotate("at most 6 %", (2**0, 0.07), (2**-2.5, 0.35), arrowprops={"arrowstyle": "-"})
-    left.annotate("too small:\nlost", (2**-9.8, 0.98), (2**-8.6, 0.82))
-    left.annotate("above 448:\ncut", (2**9.6, 0.4), (2**6.0, 0.62), arrowprops={"arrowstyle": "-"})
-
-    g = torch.Generator().manual_seed(3)
-    row = torch.randn(64, generator=g, dtype=torch.float64)
-    row[20] = 14.0
-    rotated = row @ rotation(64).double()
-    right.bar(range(64), row, color=ORANGE, width=1.0, label="a row of Q with an outlier")
-    right.bar(range(64), rotated, color=BLUE, width=0.55, label="the same row, rotated")
-    right.set(xlabel="column", ylim=(-5, 17))
-    right.set_title("what a rotation does to an outlier", fontsize=10)
-    right.legend(frameon=False, loc="upper right", fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    axes.plot(x, (rounded - x).abs() / x, color=BLUE, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="a number (without a scale)", ylabel="relative error", ylim=(0, 1.05))
+    axes.set_title("rounding to e4m3", fontsize=10)
+    axes.annotate("at most 6 %", (2**0, 0.07), (2**-2.5, 0.35), arrowprops={"arrowstyle": "-"})
+    axes.annotate("too small:\nlost", (2**-9.8, 0.98), (2**-8.4, 0.82))
+    axes.annotate("above 448:\ncut", (2**9.6, 0.4), (2**4.5, 0.62), arrowprops={"arrowstyle": "-"})
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-FIGURES = (memory_levels, first_loop, both_loops, warps, gradients, jacobians, eight_bits)
+def rotated_outlier() -> Figure:
+    """A row with an outlier, before and after the rotation that flashtile uses."""
+    figure, axes = plt.subplots(figsize=(3.9, 3.4), layout="constrained")
+    row = torch.randn(64, generator=torch.Generator().manual_seed(3))
+    row[20] = 14.0
+    axes.bar(range(64), row, color=ORANGE, width=1.0, label="a row of Q with an outlier")
+    axes.bar(range(64), row @ rotation(64), color=BLUE, width=0.55, label="the same row, rotated")
+    axes.set(xlabel="column", ylim=(-5, 19))
+    axes.set_title("what a rotation does to an outlier", fontsize=10)
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+FIGURES = (
+    memories,
+    moved_numbers,
+    first_loop,
+    loop_of_version_1,
+    loop_of_version_2,
+    warps_by_keys,
+    warps_by_queries,
+    gradients,
+    jacobian_of_product,
+    jacobian_of_softmax,
+    rounding_to_8_bits,
+    rotated_outlier,
+)
