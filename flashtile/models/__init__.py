@@ -5,8 +5,16 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import decoding, families, generation, gpt, gpt_config, hugging_face
+    from . import bert, decoding, families, generation, gpt, gpt_config, hugging_face, vit
 else:
     __getattr__, __dir__ = lazy.submodules(
-        __name__, "decoding", "families", "generation", "gpt", "gpt_config", "hugging_face"
+        __name__,
+        "bert",
+        "decoding",
+        "families",
+        "generation",
+        "gpt",
+        "gpt_config",
+        "hugging_face",
+        "vit",
     )
