@@ -22,6 +22,7 @@ COMMANDS = {
     "tune": "measure tile sizes of the Triton backend on this GPU and keep the fastest",
     "warmup": "compile the GPU kernels before the first call that needs them",
     "flash-attn": "let every process of this environment import flashtile as flash_attn",
+    "xformers": "let every process of this environment import flashtile as xformers",
 }
 
 

@@ -470,6 +470,20 @@ INTEGRATIONS_AND_MODELS = [
         "tests/test_integrations_diffusers.py -k test_masks",
     ),
     Planted(
+        "keys of blocks with gaps between them are counted from the block's first",
+        "_BlockMask._spans",
+        "k_info.seqstart[block] if has_gaps else 0",
+        "0",
+        "tests/test_integrations_xformers.py -k 'test_results and Gappy'",
+    ),
+    Planted(
+        "a diagonal that starts at the first query ends at the last",
+        "BlockDiagonalMask._visible",
+        "self._is_top_left and self.q_seqinfo.seqlen_py != self.k_seqinfo.seqlen_py",
+        "False",
+        "tests/test_integrations_xformers.py -k 'test_results and BlockDiagonalCausalMask'",
+    ),
+    Planted(
         "hidden modules do not come back",
         "Installation.uninstall",
         "sys.modules.update(self._hidden)",
@@ -478,7 +492,7 @@ INTEGRATIONS_AND_MODELS = [
     ),
     Planted(
         "an installation takes another release than that in effect",
-        "Installation.__init__",
+        "install",
         "choice != current",
         "choice.versions != current.versions",
         "tests/test_flash_attn_install.py -k test_two_choices",

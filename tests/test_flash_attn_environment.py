@@ -1,4 +1,6 @@
-"""``flashtile flash-attn``: processes that know nothing of flashtile import it as flash_attn."""
+"""``flashtile flash-attn`` and ``flashtile xformers``: processes that know nothing of flashtile
+import it under another name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 
 from flashtile.cli import flash_attn
 from flashtile.integrations.flash_attn_hook import NAMES
-from flashtile.integrations.flash_attn_modules import FLASH_ATTN_2, PACKAGES
+from flashtile.integrations.flash_attn_modules import FLASH_ATTN_2, PACKAGES, XFORMERS
 from flashtile_command import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,12 +46,15 @@ except ImportError as error:
 """
 
 
-def command(action: str, folder: Path, *options: str) -> int:
-    return main(["flash-attn", action, "--folder", str(folder), *options])
+HOOK = flash_attn.hook_of(FLASH_ATTN_2)
+
+
+def command(action: str, folder: Path, *options: str, name: str = "flash-attn") -> int:
+    return main([name, action, "--folder", str(folder), *options])
 
 
 def run(program: str, folder: Path, *more: Path) -> subprocess.CompletedProcess[str]:
-    values = {"FOLDER": str(folder), "HOOK": flash_attn.HOOK, "VERSION": FLASH_ATTN_2.version}
+    values = {"FOLDER": str(folder), "HOOK": HOOK, "VERSION": FLASH_ATTN_2.version}
     lines = [f"{name} = {value!r}" for name, value in values.items()]
     path = os.pathsep.join(map(str, (*more, ROOT)))
     return subprocess.run(
@@ -74,7 +79,7 @@ def real_flash_attn(folder: Path) -> None:
 def test_a_process_that_calls_nothing(tmp_path, capsys):
     assert command("install", tmp_path) == 0
     written = capsys.readouterr().out.splitlines()
-    assert written == [f"wrote {tmp_path / name}" for name in flash_attn.contents()]
+    assert written == [f"wrote {tmp_path / name}" for name in flash_attn.contents(FLASH_ATTN_2)]
     done = run(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -147,11 +152,68 @@ def test_a_real_flash_attn_is_not_replaced(tmp_path, capsys):
 
 
 def test_an_error_leaves_nothing_behind(tmp_path, capsys):
-    (tmp_path / f"{flash_attn.HOOK}.pth").mkdir()
+    (tmp_path / f"{HOOK}.pth").mkdir()
     assert command("install", tmp_path) == 1
     assert "nothing was installed" in capsys.readouterr().err
-    assert files(tmp_path) == {f"{flash_attn.HOOK}.pth"}
+    assert files(tmp_path) == {f"{HOOK}.pth"}
 
 
 def test_the_hook_has_the_names_of_all_packages():
-    assert set(NAMES) == {root.split(".")[0] for package in PACKAGES for root in package.roots}
+    roots = {root.split(".")[0] for package in PACKAGES for root in package.roots}
+    assert {name: set(names) for name, names in NAMES.items()} == {
+        "flash_attn": roots,
+        "xformers": set(XFORMERS.roots),
+    }
+
+
+@pytest.mark.slow
+def test_xformers_beside_flash_attn(tmp_path, capsys):
+    """Two installations in one folder, each with its own files."""
+    assert command("install", tmp_path) == command("install", tmp_path, name="xformers") == 0
+    program = f"""
+import importlib.metadata, importlib.util, sys
+sys.path.insert(0, {str(ROOT)!r})
+import site
+site.addsitedir(FOLDER)
+assert importlib.metadata.version("xformers") == {XFORMERS.version!r}
+assert "torch" not in sys.modules
+import xformers.ops as xops
+from xformers.ops.fmha.attn_bias import LowerTriangularMask
+assert xops.LowerTriangularMask is LowerTriangularMask
+assert importlib.util.find_spec("xformers.nothing") is None
+from flashtile.integrations import xformers as door
+with door.install():
+    pass
+import flash_attn, xformers.ops
+assert xformers.ops is xops
+"""
+    done = run(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    capsys.readouterr()
+    assert command("uninstall", tmp_path, name="xformers") == 0
+    assert files(tmp_path) == {
+        *flash_attn.contents(FLASH_ATTN_2),
+        f"flash_attn-{FLASH_ATTN_2.version}.dist-info",
+    }
+    (tmp_path / "xformers").mkdir()
+    (tmp_path / "xformers" / "__init__.py").write_text("")
+    assert command("install", tmp_path, name="xformers") == 1
+    assert "the real xformers is installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_real_xformers_that_is_installed_later_lacks_what_it_lacks(tmp_path):
+    assert command("install", tmp_path / "", name="xformers") == 0
+    write_real = tmp_path / "later" / "xformers"
+    write_real.mkdir(parents=True)
+    (write_real / "__init__.py").write_text("")
+    program = """
+import site
+site.addsitedir(FOLDER)
+import xformers
+try:
+    import xformers.ops
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert run(program, tmp_path, tmp_path / "later").stdout == "No module named 'xformers.ops'\n"

@@ -17,8 +17,8 @@ import torch
 
 import flashtile
 from flashtile import as_flash_attn
-from flashtile.integrations import flash_attn
-from flashtile.integrations.flash_attn_modules import INSTEAD, PACKAGES
+from flashtile.integrations import flash_attn, xformers
+from flashtile.integrations.flash_attn_modules import INSTEAD, PACKAGES, XFORMERS
 
 # The tests hide installed packages of these names.
 REAL = [package.distribution for package in PACKAGES if flash_attn.is_installed(package)]
@@ -274,9 +274,9 @@ def test_what_is_lacking_is_named():
 def test_what_to_use_instead_is_named(name, monkeypatch):
     """By an error for the whole module, or for the name in it."""
     module, _, attribute = name.rpartition(".")
-    with flash_attn.install():
-        known = any(name in package.modules for package in PACKAGES)
-        message = rf"has no {name}, which flash-attn [\d.]+ has; use {re.escape(INSTEAD[name])}"
+    with flash_attn.install(), xformers.install():
+        known = any(name in package.modules for package in (*PACKAGES, XFORMERS))
+        message = rf"has no {name}, which [\w-]+ [\d.]+ has; use {re.escape(INSTEAD[name])}"
         monkeypatch.setitem(sys.modules, "einops", None)  # it has some of the names
         with pytest.raises(ImportError, match=message):
             importlib.import_module(name)

@@ -81,7 +81,7 @@ assert "its loader has changed" in str(caught[0].message), caught
 """
 
 
-HOOK = "from flashtile.integrations import flash_attn_hook; flash_attn_hook.start()\n"
+HOOK = "from flashtile.integrations import flash_attn_hook; flash_attn_hook.start('flash_attn')\n"
 OPEN = """
 from transformers import AttentionInterface  # asks for flash_attn in the middle of modeling_utils
 from tiny_models import build, tokens

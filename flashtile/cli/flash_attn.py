@@ -1,7 +1,8 @@
-"""``flashtile flash-attn``: every process of this environment finds flashtile as flash_attn.
+"""``flashtile flash-attn`` and ``flashtile xformers``: every process of this environment finds
+flashtile as flash_attn or as xformers.
 
-Child processes, workers, notebooks and ``pip install`` of packages that require flash-attn then
-need no call of `flashtile.integrations.flash_attn.install`.
+Child processes, workers, notebooks and ``pip install`` of packages that require it then need no
+call of `install` of `flashtile.integrations.flash_attn` or `xformers`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from ..integrations import flash_attn_hook
-from ..integrations.flash_attn_modules import Choice
+from ..integrations.flash_attn_modules import XFORMERS, Choice, Package
 
 OWNER = "flashtile"  # what pip calls the installer
-HOOK = "_flashtile_as_flash_attn"
 ACTIONS = ("install", "uninstall", "status")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action, the folder, and what to provide."""
+    add_action(parser)
+    add_choice(parser)
+
+
+def add_action(parser: argparse.ArgumentParser) -> None:
     """Add the action and the folder."""
     parser.add_argument("action", choices=ACTIONS, help="what to do; status only tells")
     parser.add_argument(
@@ -30,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="where Python looks for packages (default: site-packages of this Python)",
     )
-    add_choice(parser)
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
@@ -57,66 +62,78 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Do it, and print which files were written or removed."""
     folder = args.folder or Path(sysconfig.get_path("purelib"))
-    context = DistributionFinder.Context(name="flash-attn", path=[str(folder)])
-    there = next(iter(MetadataPathFinder.find_distributions(context)), None)  # of the folder only
-    ours = there if there and (there.read_text("INSTALLER") or "").strip() == OWNER else None
-    spec = PathFinder.find_spec("flash_attn", [str(folder), *sys.path])
-    if args.action == "status":
-        print(status(folder, ours, spec is not None))
-        return 0
-    if args.action == "uninstall":
-        if ours is None:
-            print(f"nothing to remove: no flash-attn of {OWNER} in {folder}", file=sys.stderr)
-            return 1
-        return uninstall(folder, ours)
-    if spec is not None or there is not ours:
-        print(
-            "the real flash-attn is installed; want it uninstalled first "
-            "(pip uninstall flash-attn), or flash_attn.install(force=True) in a program",
-            file=sys.stderr,
-        )
-        return 1
+    is_xformers = args.command == "xformers"
     try:
-        files = contents(**chosen(args))
+        choice = {} if is_xformers else chosen(args)
+        package = XFORMERS if is_xformers else package_of(choice)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    name, module = package.distribution, package.roots[0]
+    context = DistributionFinder.Context(name=name, path=[str(folder)])
+    there = next(iter(MetadataPathFinder.find_distributions(context)), None)  # of the folder only
+    ours = there if there and (there.read_text("INSTALLER") or "").strip() == OWNER else None
+    spec = PathFinder.find_spec(module, [str(folder), *sys.path])
+    if args.action == "status":
+        print(status(module, folder, ours, spec is not None))
+        return 0
+    if args.action == "uninstall":
+        if ours is None:
+            print(f"nothing to remove: no {name} of {OWNER} in {folder}", file=sys.stderr)
+            return 1
+        return uninstall(folder, ours)
+    if spec is not None or there is not ours:
+        instead = "" if is_xformers else ", or flash_attn.install(force=True) in a program"
+        print(
+            f"the real {name} is installed; want it uninstalled first (pip uninstall {name})"
+            f"{instead}",
+            file=sys.stderr,
+        )
+        return 1
     if ours is not None:  # perhaps of another version
         remove(recorded(folder, ours), folder)
-    return install(folder, files)
+    return install(folder, contents(package, **choice))
 
 
-def status(folder: Path, ours: Distribution | None, is_real: bool) -> str:
-    """One line on who serves flash_attn."""
+def status(module: str, folder: Path, ours: Distribution | None, is_real: bool) -> str:
+    """One line on who serves the module."""
     if is_real:
-        return "flash_attn is the real one"
+        return f"{module} is the real one"
     if ours is None:
-        return f"flash_attn is not installed in {folder}"
-    return f"flash_attn is {OWNER}, as version {ours.version}, in {folder}"
+        return f"{module} is not installed in {folder}"
+    return f"{module} is {OWNER}, as version {ours.version}, in {folder}"
 
 
-def contents(**choice: Any) -> dict[str, str]:
-    """The files of an installation, by path; the one that starts the hook is the last. ValueError
-    if there is nothing to choose like this.
-    """
+def package_of(choice: dict[str, Any]) -> Package:
+    """FlashAttention 2 as chosen; ValueError if there is nothing to choose like this."""
     package = Choice(**choice).packages()[0]
     if package.distribution != "flash-attn":
         raise ValueError("--only: want 2 among them, whose name and version pip sees")
-    info = f"flash_attn-{package.version}.dist-info"
-    hook = Path(flash_attn_hook.__file__).read_text(encoding="utf-8")
-    start = ", ".join(f"{name}={value!r}" for name, value in choice.items())
+    return package
+
+
+def hook_of(package: Package) -> str:
+    """The name of the copy of `flash_attn_hook` in site-packages."""
+    return f"_flashtile_as_{package.roots[0]}"
+
+
+def contents(package: Package, **choice: Any) -> dict[str, str]:
+    """The files of an installation, by path; the one that starts the hook is the last."""
+    name, version, module = package.distribution, package.version, package.roots[0]
+    info, hook = f"{module}-{version}.dist-info", hook_of(package)
+    start = ", ".join([repr(module), *(f"{key}={value!r}" for key, value in choice.items())])
     files = {
-        f"{HOOK}.py": hook,
+        f"{hook}.py": Path(flash_attn_hook.__file__).read_text(encoding="utf-8"),
         f"{info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {package.version}\n"
-            f"Summary: {OWNER} in place of flash-attn\n"
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            f"Summary: {OWNER} in place of {name}\n"
         ),
         f"{info}/INSTALLER": f"{OWNER}\n",
-        f"{info}/top_level.txt": "flash_attn\n",
+        f"{info}/top_level.txt": f"{module}\n",
         f"{info}/RECORD": "",
-        f"{HOOK}.pth": f"import {HOOK}; {HOOK}.start({start})\n",
+        f"{hook}.pth": f"import {hook}; {hook}.start({start})\n",
     }
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in files)
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in files)
     return files
 
 

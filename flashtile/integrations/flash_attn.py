@@ -31,7 +31,7 @@ from typing import Any
 
 from .flash_attn_modules import ELSEWHERE, INSTEAD, Choice, Contents, Package, missing, owner
 
-_OWN_NAME = __name__.split(".")[0]
+OWN_NAME = __name__.split(".")[0]
 TRANSFORMERS = "transformers.modeling_utils"
 IMPLEMENTATIONS = {  # what transformers calls a distribution
     "flash-attn": "flash_attention_2",
@@ -66,29 +66,28 @@ def install(
         ValueError: there are no such versions.
         RuntimeError: an installation with other versions is in effect.
     """
-    return Installation(force, versions, version)
+    outer = [finder.choice for finder in _finders() if finder.choice is not None]
+    current = outer[0] if outer else Choice()
+    choice = Choice(
+        current.versions if versions is None else tuple(sorted(set(versions))),
+        current.version if version is None else version,
+    )
+    packages = choice.packages()
+    if outer and choice != current:
+        raise RuntimeError(
+            f"versions, version: flash_attn is installed with {tuple(current)}, and cannot be with "
+            f"{tuple(choice)} at the same time"
+        )
+    return Installation(packages, force, choice)
 
 
 class Installation:
-    """The effect of one call of `install`."""
+    """The effect of one call of `install`, here or in `xformers`."""
 
     def __init__(
-        self,
-        force: bool = False,
-        versions: Collection[int] | None = None,
-        version: str | None = None,
+        self, packages: tuple[Package, ...], force: bool = False, choice: Choice | None = None
     ) -> None:
-        outer = _finders()
-        current = outer[0].choice if outer else Choice()
-        given = current.versions if versions is None else tuple(sorted(set(versions)))
-        choice = Choice(given, current.version if version is None else version)
-        packages = choice.packages()
-        if outer and choice != current:
-            raise RuntimeError(
-                f"versions, version: flash_attn is installed with {tuple(current)}, and cannot be "
-                f"with {tuple(choice)} at the same time"
-            )
-        served = [package for finder in outer for package in finder.packages]
+        served = [package for finder in _finders() for package in finder.packages]
         self.packages = tuple(
             package
             for package in packages
@@ -188,9 +187,11 @@ def _bind_in_parent(name: str, module: ModuleType) -> None:
 
 
 class _Finder(DistributionFinder):
-    """Finds the modules and the metadata of the packages it is given."""
+    """Finds the modules and the metadata of the packages it is given; those of flash_attn have a
+    choice.
+    """
 
-    def __init__(self, packages: tuple[Package, ...], choice: Choice) -> None:
+    def __init__(self, packages: tuple[Package, ...], choice: Choice | None) -> None:
         self.packages, self.choice = packages, choice
         self.libraries: dict[str, Any] = {}  # of operators, by namespace
         self.close_names: Callable[[], None] = lambda: None
@@ -209,7 +210,8 @@ class _Finder(DistributionFinder):
         """Let transformers' names of our packages find flashtile, on a CPU too."""
         from .transformers_loader import LoaderChangedError, patch_loader
 
-        names = [IMPLEMENTATIONS[package.distribution] for package in self.packages]
+        distributions = [package.distribution for package in self.packages]
+        names = [name for key, name in IMPLEMENTATIONS.items() if key in distributions]
         try:
             self.close_names = patch_loader(*names) if names else self.close_names
         except LoaderChangedError as error:
@@ -234,7 +236,8 @@ class _Finder(DistributionFinder):
                 spec.loader = _Opening(spec.loader, self)
             return spec
         package = _provider(fullname, self.packages)
-        is_library = "." not in fullname and fullname in INSTEAD  # compiled, beside the packages
+        # Compiled, beside the packages of flash_attn.
+        is_library = self.choice is not None and "." not in fullname and fullname in INSTEAD
         if package is None and not is_library:
             return None
         contents = None if package is None else package.modules.get(fullname)
@@ -242,7 +245,7 @@ class _Finder(DistributionFinder):
             loader = _Loader(contents, self)
             # Every module is a package, so ``from module import name`` asks this finder for a name
             # that the module lacks.
-            spec = ModuleSpec(fullname, loader, origin=_OWN_NAME, is_package=True)
+            spec = ModuleSpec(fullname, loader, origin=OWN_NAME, is_package=True)
             # The path keeps other namespace packages visible, such as FlashAttention-4's.
             real = None if "." in fullname else _real_spec(fullname, None)
             if real is not None and real.loader is None and real.submodule_search_locations:
@@ -307,7 +310,7 @@ class _Loader(Loader):
         """Fill the module with the names of its sources."""
         contents = self.contents
         for source in contents.sources:
-            content = vars(importlib.import_module(f"{_OWN_NAME}.{source}"))
+            content = vars(importlib.import_module(f"{OWN_NAME}.{source}"))
             names = content if contents.names is None else contents.names
             shown = {name: content[name] for name in names if not name.startswith("__")}
             vars(module).update(shown)
@@ -318,7 +321,7 @@ class _Loader(Loader):
             from .flash_attn_ops import register
 
             libraries[namespace] = register(namespace)
-        module.__doc__ = f"{_OWN_NAME} instead of {module.__name__}."
+        module.__doc__ = f"{OWN_NAME} instead of {module.__name__}."
         vars(module)["__getattr__"] = partial(_attribute, self.finder.packages, module.__name__)
 
 
@@ -351,7 +354,7 @@ class _Metadata(Distribution):
         if filename == "METADATA":
             return (
                 f"Metadata-Version: 2.1\nName: {package.distribution}\nVersion: {package.version}\n"
-                f"Summary: {_OWN_NAME} instead of {package.distribution}\n"
+                f"Summary: {OWN_NAME} instead of {package.distribution}\n"
             )
         if filename == "top_level.txt":
             return "".join(f"{top}\n" for top in sorted({r.split(".")[0] for r in package.roots}))
@@ -359,4 +362,4 @@ class _Metadata(Distribution):
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
         """Raise FileNotFoundError: this metadata has no files."""
-        raise FileNotFoundError(f"{path}: {_OWN_NAME} stands in for {self._package.distribution}")
+        raise FileNotFoundError(f"{path}: {OWN_NAME} stands in for {self._package.distribution}")

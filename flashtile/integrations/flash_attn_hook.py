@@ -1,4 +1,5 @@
-"""Lets ``import flash_attn`` find flashtile in every process of an environment.
+"""Lets ``import flash_attn``, or ``import xformers``, find flashtile in every process of an
+environment.
 
 ``flashtile flash-attn install`` copies this file into site-packages, beside a ``.pth`` file that
 imports the copy and calls `start` whenever Python starts. So nothing is imported here that takes
@@ -16,25 +17,28 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-NAMES = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
+NAMES = {  # by the module of `flashtile.integrations` that serves them
+    "flash_attn": ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface"),
+    "xformers": ("xformers",),
+}
 
 
 class Hook:
-    """A finder that gives way to that of `flashtile.integrations.flash_attn.install`."""
+    """A finder that gives way to that of the `install` of an integration."""
 
-    def __init__(self, choice: dict[str, object]) -> None:
-        self.choice = choice
+    def __init__(self, integration: str, choice: dict[str, object]) -> None:
+        self.integration, self.choice = integration, choice
         self.lock = RLock()
         self.is_installing = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of flash_attn; None for all others, or without flashtile."""
-        if name.partition(".")[0] not in NAMES:
+        """The spec of a module to serve; None for all others, or without flashtile."""
+        if name.partition(".")[0] not in NAMES[self.integration]:
             return None
         with self.lock:  # another thread waits until the modules are there
-            if self.is_installing:  # `install` asks whether the real flash_attn is there
+            if self.is_installing:  # `install` asks whether the real one is there
                 return None
             if self in sys.meta_path and not self.install():
                 return None
@@ -42,23 +46,28 @@ class Hook:
         return next(filter(None, specs), None)
 
     def install(self) -> bool:
-        """Whether flashtile, if it is there, serves flash_attn now."""
+        """Whether flashtile, if it is there, serves the names now."""
         import importlib.util
 
         if importlib.util.find_spec("flashtile") is None:
             return False
         self.is_installing = True
         try:
-            importlib.import_module("flashtile.integrations.flash_attn").install(**self.choice)
+            package = "flashtile.integrations"
+            modules = importlib.import_module(f"{package}.flash_attn_modules")
+            try:
+                importlib.import_module(f"{package}.{self.integration}").install(**self.choice)
+            except modules.RealPackageError:  # which lacks the module that is looked for
+                return False
         finally:
             self.is_installing = False
         sys.meta_path.remove(self)
         return True
 
 
-def start(**choice: object) -> None:
-    """Append a hook: the last finder, so that a flash_attn that is really there comes first.
+def start(integration: str, **choice: object) -> None:
+    """Append a hook: the last finder, so that a package that is really there comes first.
 
-    `choice` are arguments of `flashtile.integrations.flash_attn.install`.
+    `choice` are arguments of the `install` of the integration.
     """
-    sys.meta_path.append(Hook(choice))
+    sys.meta_path.append(Hook(integration, choice))

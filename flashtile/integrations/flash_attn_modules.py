@@ -1,7 +1,7 @@
-"""The table of modules that `flash_attn.install` provides.
+"""The table of modules that `flash_attn.install` and `xformers.install` provide.
 
-A `Package` describes one distribution of the FlashAttention project. Its `modules` map each name
-that users import to the modules of flashtile that provide the contents.
+A `Package` describes one distribution. Its `modules` map each name that users import to the modules
+of flashtile that provide the contents.
 """
 
 from __future__ import annotations
@@ -9,6 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from typing import NamedTuple
+
+from ..kernel_hints import OPERATOR_BASES, OPERATOR_PAIRS, OPERATORS
+
+
+class RealPackageError(RuntimeError):
+    """What flashtile is to stand in for is there itself."""
 
 
 class Contents(NamedTuple):
@@ -142,10 +148,37 @@ FLASH_ATTN_4 = Package(
 
 PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
 
+_XFORMERS_OPS = Contents(
+    ("integrations.xformers_attn_bias", "integrations.xformers_ops"),
+    constants=(*OPERATOR_BASES.items(), *OPERATOR_PAIRS.items()),
+)
+
+XFORMERS = Package(
+    distribution="xformers",
+    version="0.0.35",
+    marker="xformers",
+    modules={
+        "xformers": Contents(constants=(("__version__", "0.0.35"),)),
+        "xformers.ops": _XFORMERS_OPS,
+        "xformers.ops.swiglu_op": Contents(
+            ("integrations.xformers_ops",), ("SwiGLU", "SwiGLUEagerOp", "SwiGLUOp", "swiglu")
+        ),
+        "xformers.ops.fmha": _XFORMERS_OPS,
+        "xformers.ops.fmha.attn_bias": Contents(("integrations.xformers_attn_bias",)),
+        "xformers.ops.fmha.common": Contents(
+            ("integrations.xformers_attn_bias",), ("AttentionBias",), (*OPERATOR_BASES.items(),)
+        ),
+        **{
+            f"xformers.ops.fmha.{family}": Contents(constants=(*operators.items(),))
+            for family, operators in OPERATORS.items()
+        },
+    },
+)
+
 
 def owner(name: str) -> Package | None:
     """The package that a module or a name belongs to; the innermost one if packages are nested."""
-    owners = [package for package in PACKAGES if package.owns(name)]
+    owners = [package for package in (*PACKAGES, XFORMERS) if package.owns(name)]
     return max(owners, key=lambda package: len(package.marker.rpartition(".")[0]), default=None)
 
 
@@ -253,6 +286,8 @@ INSTEAD = {
     "flash_attn.utils.pretrained": "GPTLMHeadModel.from_pretrained",
     "flash_attn.utils.testing": "flashtile.testing",
     "flash_attn.utils.torch": "torch.amp",
+    "xformers.components": "torch.nn",
+    "xformers.ops.RMSNorm": "torch.nn.RMSNorm",
 }
 
 
