@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..integrations import flash_attn_hook
-from ..integrations.flash_attn_modules import XFORMERS, Choice, Package
+from ..integrations.flash_attn_modules import Choice, Package
 
 OWNER = "flashtile"  # what pip calls the installer
 ACTIONS = ("install", "uninstall", "status")
@@ -60,15 +60,18 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it, and print which files were written or removed."""
-    folder = args.folder or Path(sysconfig.get_path("purelib"))
-    is_xformers = args.command == "xformers"
+    """Do it for flash_attn."""
     try:
-        choice = {} if is_xformers else chosen(args)
-        package = XFORMERS if is_xformers else package_of(choice)
+        choice = chosen(args)
+        return act(args, package_of(choice), choice)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+
+
+def act(args: argparse.Namespace, package: Package, choice: dict[str, Any]) -> int:
+    """Do it, and print which files were written or removed."""
+    folder = args.folder or Path(sysconfig.get_path("purelib"))
     name, module = package.distribution, package.roots[0]
     context = DistributionFinder.Context(name=name, path=[str(folder)])
     there = next(iter(MetadataPathFinder.find_distributions(context)), None)  # of the folder only
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             return 1
         return uninstall(folder, ours)
     if spec is not None or there is not ours:
+        is_xformers = module == "xformers"
         instead = "" if is_xformers else ", or flash_attn.install(force=True) in a program"
         print(
             f"the real {name} is installed; want it uninstalled first (pip uninstall {name})"

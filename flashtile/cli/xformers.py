@@ -1,6 +1,15 @@
 """``flashtile xformers``: `flash_attn` for another package."""
 
-from .flash_attn import add_action as add_arguments
-from .flash_attn import run
+from __future__ import annotations
 
-__all__ = ["add_arguments", "run"]
+import argparse
+
+from ..integrations.flash_attn_modules import XFORMERS
+from .flash_attn import act, add_action
+
+add_arguments = add_action
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it, and print which files were written or removed."""
+    return act(args, XFORMERS, {})
