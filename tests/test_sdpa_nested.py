@@ -120,6 +120,13 @@ def test_what_is_refused(seed):
         ATTEND(q, few, few)
     with pytest.raises(ValueError, match=r"value: .*lengths"):
         ATTEND(q, q, shorter)
+    offsets, values = torch.tensor([0, 4, 9]), torch.randn(9, 4, 8, dtype=torch.float64)
+    full, with_hole = (
+        torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor(lengths), 0, 5)
+        for lengths in ([4, 5], [4, 3])
+    )
+    with pytest.raises(ValueError, match=r"value: .*lengths"):  # from equal offsets
+        ATTEND(*(x.transpose(1, 2) for x in (full, full, with_hole)))
     with pytest.raises(ValueError, match="batches"):
         ATTEND(q, batch, batch)
     with pytest.raises(ValueError, match=r"query: .*ragged seq"):
