@@ -122,7 +122,7 @@ def test_what_is_refused(seed):
         ATTEND(q, q, shorter)
     offsets, values = torch.tensor([0, 4, 9]), torch.randn(9, 4, 8, dtype=torch.float64)
     full, with_hole = (
-        torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor(lengths), 0, 5)
+        torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor(lengths))
         for lengths in ([4, 5], [4, 3])
     )
     with pytest.raises(ValueError, match=r"value: .*lengths"):  # from equal offsets
