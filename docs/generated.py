@@ -32,6 +32,21 @@ def update(pages: dict[Path, dict[str, str]]) -> int:
     return status
 
 
+def dated(table: str, rows: list[dict[str, str]], **others: list[dict[str, str]]) -> str:
+    """`table`, and below it where, when and at which commits its rows were measured; `others` are
+    rows that were measured apart, by what they are.
+    """
+    if not rows:
+        return table
+    devices = sorted({row["device"] for part in (rows, *others.values()) for row in part})
+    runs = [_runs(rows), *(f"{name} {_runs(part)}" for name, part in others.items())]
+    return f"{table}\n\nMeasured on {' and '.join(devices)}: {'; '.join(runs)}."
+
+
+def _runs(rows: list[dict[str, str]]) -> str:
+    return " and ".join(sorted({f"{row['date']}, {row['commit'][:7]}" for row in rows}))
+
+
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """A table whose first column is text and whose other columns are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]

@@ -1,4 +1,4 @@
-"""The tables of masks and score functions on performance.md, from benchmarks/results.
+"""The tables of performance-masks.md and of shared prefixes, from benchmarks/results.
 
 h200/masks/masks-*.csv      python -m benchmarks --preset gpu-masks
 h200/masks/first-call.csv   python -m benchmarks.first_call --cases masks
@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from generated import markdown_table
+from generated import dated, markdown_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 WAYS = {
@@ -30,7 +30,6 @@ def blocks() -> dict[str, str]:
         "masks backward": speeds("backward"),
         "first call": first_calls(),
         "block masks": block_masks(),
-        "cascade": cascade(),
     }
 
 
@@ -62,7 +61,7 @@ def speeds(direction: str) -> str:
         flex = times.get("flex")
         cells = [_time(times.get(way), flex) for way in WAYS]
         lines.append([f"{head_dim}, {variant}", *cells, "–" if flex is None else f"{flex:.2f}"])
-    return markdown_table(["head dim, mask", *WAYS.values(), "FlexAttention"], lines)
+    return dated(markdown_table(["head dim, mask", *WAYS.values(), "FlexAttention"], lines), rows)
 
 
 def _time(mine: float | None, flex: float | None) -> str:
@@ -75,9 +74,8 @@ def first_calls() -> str:
     """Seconds of the first call, with an empty disk cache and with the kernels on disk; of
     FlexAttention, the import after a plus.
     """
-    seconds = {
-        (row["case"], row["cache"]): _first_call(row) for row in read("h200/masks/first-call")
-    }
+    rows = read("h200/masks/first-call")
+    seconds = {(row["case"], row["cache"]): _first_call(row) for row in rows}
     names = [name for name, cache in seconds if cache == "cold" and not name.startswith("flex-")]
     lines = []
     for name in names:
@@ -90,7 +88,7 @@ def first_calls() -> str:
     if not lines:
         return missing("benchmarks.first_call --cases masks")
     names = [f"{who}, {what}" for what in ("compiled", "on disk") for who in ("ours", "Flex")]
-    return markdown_table(["first call", *names], lines)
+    return dated(markdown_table(["first call", *names], lines), rows)
 
 
 def _first_call(row: Row) -> str:
@@ -103,7 +101,8 @@ def _first_call(row: Row) -> str:
 def block_masks() -> str:
     """Milliseconds of making a block mask from a function."""
     cases: dict[str, dict[str, Row]] = {}
-    for row in read("h100/masks/block-masks"):
+    rows = read("h100/masks/block-masks")
+    for row in rows:
         cases.setdefault(row["mask"], {})[row["maker"]] = row
     if not cases:
         return missing("benchmarks.block_masks")
@@ -113,13 +112,14 @@ def block_masks() -> str:
         for mask, found in cases.items()
     ]
     header = ["mask", "flashtile", "FlexAttention", "FlexAttention, compiled"]
-    return markdown_table(header, lines)
+    return dated(markdown_table(header, lines), rows)
 
 
 def cascade() -> str:
     """Microseconds of a decoding step."""
     cases: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in read("h200/masks/cascade"):
+    rows = read("h200/masks/cascade")
+    for row in rows:
         if row["median_ms"]:
             case = cases.setdefault((row["variant"], row["heads_q"], row["heads_kv"]), {})
             case[row["provider"]] = 1e3 * float(row["median_ms"])
@@ -133,4 +133,4 @@ def cascade() -> str:
         ratio = "–" if shared is None or plain is None else f"{plain / shared:.2f}×"
         lines.append([f"{kind}, heads {heads_q}:{heads_kv}", *cells, ratio])
     header = ["cache", "prefix read once", "without", "FlashAttention-3", "gain"]
-    return markdown_table(header, lines)
+    return dated(markdown_table(header, lines), rows)

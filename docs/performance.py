@@ -1,4 +1,4 @@
-"""Writes the tables of performance.md, README.md and other pages from the committed measurements.
+"""Writes the tables of the performance pages, README.md and others from the committed measurements.
 
 ``python docs/performance.py`` rewrites them; with ``--check`` it only says whether they are
 current. Every number comes from a CSV file in benchmarks/results.
@@ -14,7 +14,7 @@ from statistics import median
 
 import lesson_tables
 import mask_results
-from generated import markdown_table, update
+from generated import dated, markdown_table, update
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -128,7 +128,7 @@ def preset_block(name: str, key: str, lengths: tuple[int, ...], about: str) -> s
     titles = {"forward": "Forward", "backward": "Backward", "both": "Forward and backward"}
     for direction, title in titles.items():
         if found := [row for row in rows if row["pass"] == direction]:
-            parts += [f"{title}, TFLOP/s:", tflops_table(found, key, lengths)]
+            parts += [f"{title}, TFLOP/s:", dated(tflops_table(found, key, lengths), found)]
     return "\n\n".join(parts)
 
 
@@ -232,7 +232,7 @@ def host_table() -> str:
     for (variant, direction, head_dim, length, batch), case in host_times().items():
         if variant == "dense" and head_dim == "64":
             title = f"{titles[direction]}, {int(length):,} tokens"
-        elif direction == "decode":
+        elif direction == "decode" and batch != "8":
             title = f"{variant}, batch {batch}"
         else:
             continue
@@ -335,21 +335,27 @@ def choice(title: str, case: dict[str, float], ours: str, other: str) -> list[st
 
 
 def main() -> int:
+    docs = REPOSITORY / "docs"
+    dense, decoding, h100 = h200(*DENSE), h200("decode"), read("h100/dense-128", "h100/dense-256")
+    summary = dated(summary_table(), dense, decoding=decoding)
+    host = read("h200/short/host")
+    choices = h200("dense-128", "hopper", "sparse")
     return update(
         {
-            REPOSITORY / "README.md": {"speed": summary_table()},
-            REPOSITORY / "docs" / "performance.md": {
-                "summary": summary_table(),
-                "forward": speed_table("forward"),
-                "backward": speed_table("backward"),
-                "forward h100": h100_table("forward"),
-                "backward h100": h100_table("backward"),
-                "forward variants": variants_table("forward"),
-                "backward variants": variants_table("backward"),
-                "decode": decode_table(),
-                "float8": float8_table(),
-                "memory": memory_table(),
-                "host": host_table(),
+            REPOSITORY / "README.md": {"speed": summary},
+            docs / "performance.md": {
+                "summary": summary,
+                "forward": dated(speed_table("forward"), dense),
+                "backward": dated(speed_table("backward"), dense),
+                "memory": dated(memory_table(), h200("memory")),
+                "host": dated(host_table(), host),
+                "cpu": dated(cpu_table(), read("cpu/cpu-targets")),
+            },
+            docs / "performance-shapes.md": {
+                "forward h100": dated(h100_table("forward"), h100),
+                "backward h100": dated(h100_table("backward"), h100),
+                "forward variants": dated(variants_table("forward"), h200("hopper")),
+                "backward variants": dated(variants_table("backward"), h200("hopper")),
                 "fa-readme": preset_block(
                     "fa-readme",
                     "head_dim",
@@ -362,12 +368,22 @@ def main() -> int:
                     (512, 2048, 8192),
                     "forward and backward against length, in float32 and float16",
                 ),
-                **mask_results.blocks(),
-                "cpu": cpu_table(),
             },
-            REPOSITORY / "docs" / "performance-models.md": {"models": models_table()},
-            REPOSITORY / "docs" / "which-attention.md": {"choices": choices_table()},
-            REPOSITORY / "docs" / "learn" / "hopper.md": {
+            docs / "performance-decoding.md": {
+                "decode": dated(decode_table(), decoding),
+                "cascade": mask_results.cascade(),
+                "float8": dated(float8_table(), h200("float8")),
+            },
+            docs / "performance-masks.md": mask_results.blocks(),
+            docs / "performance-models.md": {
+                "models": dated(models_table(), of_preset("models")),
+            },
+            docs / "which-attention.md": {
+                "choices": dated(
+                    choices_table(), choices, decoding=decoding, float8=h200("float8"), host=host
+                ),
+            },
+            docs / "learn" / "hopper.md": {
                 "lesson timeline": lesson_tables.timeline(),
                 "lesson ablation": lesson_tables.ablation(),
             },

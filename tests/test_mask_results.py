@@ -1,4 +1,4 @@
-"""The tables of masks and score functions on the performance page."""
+"""The tables of masks and score functions on the performance pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from benchmarks.rows import Row, write_csv
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ORIGIN = {"device": "some GPU"}
+ORIGIN = {"device": "some GPU", "date": "2026-01-01", "commit": "0123456789"}
+MEASURED = "Measured on some GPU: 2026-01-01, 0123456."
 H200, H100 = "h200/masks", "h100/masks"  # where the results are
 
 
@@ -44,13 +45,21 @@ def write_preset(path: Path, name: str, times: dict[str, float], skipped: str = 
 
 def write_lines(path: Path, lines: list[dict[str, object]]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
+        writer = csv.DictWriter(file, [*lines[0], *ORIGIN])
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows(line | ORIGIN for line in lines)
+
+
+def lines_of(text: str) -> list[str]:
+    """Of a table: its head and its lines, without the rule and without the origin below."""
+    table, origin = text.split("\n\n")
+    assert origin == MEASURED
+    head, _, *lines = table.splitlines()
+    return [head, *lines]
 
 
 def test_what_was_not_measured_says_how(results: ModuleType) -> None:
-    for text in results.blocks().values():
+    for text in (*results.blocks().values(), results.cascade()):
         assert text.startswith("Not measured yet: `python -m benchmarks")
 
 
@@ -58,12 +67,12 @@ def test_times_and_how_many_times_as_fast(results: ModuleType, tmp_path: Path) -
     times = {"flashtile": 1.0, "flashtile-function": 4.0, "flashtile-spans": 9.0, "flex": 3.0}
     write_preset(tmp_path / H200 / "masks-64.csv", "gpu-masks", times, skipped="flashtile-spans")
     for direction in ("forward", "backward"):
-        header, _, *lines = results.speeds(direction).splitlines()
+        header, *lines = lines_of(results.speeds(direction))
         assert len(lines) == len(presets.preset_cases("gpu-masks"))
         assert header.count("|") == lines[0].count("|")
         assert lines[0] == "| 64, causal | 1.00 (3.00×) | 4.00 (0.75×) | – | 3.00 |"
     write_preset(tmp_path / H200 / "masks-64.csv", "gpu-masks", times, skipped="flex")
-    assert results.speeds("forward").splitlines()[2] == "| 64, causal | 1.00 | 4.00 | 9.00 | – |"
+    assert lines_of(results.speeds("forward"))[1] == "| 64, causal | 1.00 | 4.00 | 9.00 | – |"
 
 
 def test_first_calls(results: ModuleType, tmp_path: Path) -> None:
@@ -81,7 +90,7 @@ def test_first_calls(results: ModuleType, tmp_path: Path) -> None:
     failed = {"case": "flex-relative-bias-128", "cache": "cold", "failed": "out of shared memory"}
     lines[6:8] = [dict.fromkeys(lines[0], "") | failed]
     write_lines(tmp_path / H200 / "first-call.csv", lines)
-    header, _, *found = results.first_calls().splitlines()
+    header, *found = lines_of(results.first_calls())
     assert header.count("|") == 6
     assert found == [
         "| score function | 1.00 | 2.00 + 6.25 | 0.50 | 1.50 + 6.25 |",
@@ -98,7 +107,7 @@ def test_block_masks(results: ModuleType, tmp_path: Path) -> None:
         for n, maker in enumerate(makers, 1)
     ]
     write_lines(tmp_path / H100 / "block-masks.csv", lines[:-1])
-    header, _, *found = results.block_masks().splitlines()
+    header, *found = lines_of(results.block_masks())
     assert header.count("|") == 5
     assert found[0] == "| causal | 10 | 20 | 30 |"
     assert found[-1] == "| window | 10 | 20 | – |"
@@ -110,7 +119,7 @@ def test_the_cascade(results: ModuleType, tmp_path: Path) -> None:
         "gpu-cascade",
         {"flashtile": 0.2, "flashtile-unshared": 0.5},
     )
-    header, _, *found = results.cascade().splitlines()
+    header, *found = lines_of(results.cascade())
     assert header.count("|") == 6
     assert found[0] == "| plain cache, heads 32:8 | 200 | 500 | – | 2.50× |"
     assert len(found) == len(presets.preset_cases("gpu-cascade"))

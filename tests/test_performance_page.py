@@ -14,9 +14,22 @@ from benchmarks import presets
 from benchmarks.rows import Row, append_csv, start_csv
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ORIGIN = {"device": "some GPU"}
+ORIGIN = {"device": "some GPU", "date": "2026-01-01", "commit": "0123456789"}
+MEASURED = "Measured on some GPU: 2026-01-01, 0123456."
+GENERATED = re.compile(r"<!-- [\w -]+: begin -->(.*?)<!-- [\w -]+: end -->", re.S)
+DATED = re.compile(r"^Measured on .+: \d{4}-\d\d-\d\d, [0-9a-f]{7}.*\.$", re.M)
 LENGTHS = {"fa-readme": (512, 2048, 16384), "lecture": (512, 2048, 8192)}
 COLUMN = {"fa-readme": "head_dim", "lecture": "dtype"}
+
+
+def test_the_first_page_is_short_and_says_when() -> None:
+    """As `wc -w` counts. A table without a date could be of any version."""
+    assert len((DOCS / "performance.md").read_text().split()) <= 2000
+    pages = [DOCS.parent / "README.md", DOCS / "which-attention.md", *DOCS.glob("performance*.md")]
+    blocks = [block for page in pages for block in GENERATED.findall(page.read_text())]
+    assert len(blocks) > 15
+    for block in blocks:
+        assert block.count("| --- |") == len(DATED.findall(block)) > 0, block
 
 
 @pytest.fixture
@@ -65,7 +78,7 @@ def test_a_measured_preset_has_a_table_for_each_pass(
     text, settings = block(performance, name), presets.PRESETS[name].settings
     assert re.findall(r"_static/(\S+)", text) == [f"{name}-light.svg", f"{name}-dark.svg"]
     tables = re.findall(r"^(.*), TFLOP/s:\n\n\| .*?, mask, length \| (.*) \|$", text, re.M)
-    assert len(tables) == len(settings.directions)
+    assert len(tables) == text.count(MEASURED) == len(settings.directions)
     for _, peers in tables:
         names = [performance.HEADS[peer] for peer in settings.peers]
         assert set(peers.split(" | ")) == set(names)
