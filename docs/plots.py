@@ -1,7 +1,7 @@
 """Draws the pictures of README.md and performance.md from the committed measurements.
 
-``python docs/plots.py`` writes docs/_static/{speed,memory,models}-{light,dark}.svg, and the same
-for each preset of `PRESETS` that has been measured.
+``python docs/plots.py`` writes docs/_static/NAME-{light,dark}.svg for speed, speed-narrow, memory
+and models, and for each preset of `PRESETS` that has been measured.
 """
 
 from __future__ import annotations
@@ -64,18 +64,23 @@ def short(length: int) -> str:
     return f"{length // 1024}k" if length >= 1024 else str(length)
 
 
-def speed() -> Figure:
-    """Forward and backward next to the other libraries."""
-    figure, grid = plt.subplots(1, 2, figsize=(9.6, 3.5), sharey=True, layout="constrained")
+def speed(*, is_narrow: bool = False) -> Figure:
+    """Forward and backward next to the other libraries; one below the other for a phone."""
+    shape, size = ((2, 1), (4.8, 6.4)) if is_narrow else ((1, 2), (9.6, 3.5))
+    figure, grid = plt.subplots(*shape, figsize=size, sharey=True, layout="constrained")
     for axes, direction in zip(grid, ("forward", "backward"), strict=True):
         bars(axes, direction)
         axes.grid(axis="y", alpha=0.25, linewidth=0.7)
         axes.set_axisbelow(True)
-    grid[0].set_ylabel("TFLOP/s")
+    for axes in grid if is_narrow else grid[:1]:
+        axes.set_ylabel("TFLOP/s")
     row = h200("dense-128")[0]
     figure.suptitle(f"{row['device']}, {row['dtype']}, head dim 128, causal", fontsize=11)
     handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    columns = 2 if is_narrow else 6
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
     return figure
 
 
@@ -180,6 +185,7 @@ def models() -> Figure:
 
 PICTURES: dict[str, Callable[[], Figure]] = {
     "speed": speed,
+    "speed-narrow": partial(speed, is_narrow=True),
     "memory": memory,
     "models": models,
     **{name: partial(against_length, name) for name in PRESETS},

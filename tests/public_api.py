@@ -1,7 +1,7 @@
 """Writes tests/public_api.txt: every public name with its signature, for comparison.
 
 ``python tests/public_api.py`` rewrites it; with ``--check`` it prints what would change. Public
-modules are those that docs/api.md shows; the registered operators, which exported programs name,
+modules are those that docs/api shows; the registered operators, which exported programs name,
 follow them. A path that is in the file stays there as long as it leads to something, wherever that
 is defined. Lines of what has no docstring say so.
 """
@@ -25,16 +25,17 @@ import flashtile
 
 TESTS = Path(__file__).parent
 SNAPSHOT = TESTS / "public_api.txt"
-PAGE = TESTS.parent / "docs" / "api.md"
+PAGES = sorted((TESTS.parent / "docs" / "api").glob("*.md"))
 # What flash_attn's users import from any of its modules, although some of it is private.
 FLASH_ATTN = ("flash_attn", "_flash_attn", "_wrapped_flash_attn")
 METHODS = (classmethod, staticmethod, property)
 
 
 def public_modules() -> list[str]:
-    """The modules that the page of the API shows."""
-    named = re.findall(r"^\.\. (?:automodule|currentmodule):: (\S+)", PAGE.read_text(), re.M)
-    named += re.findall(r"^\.\. auto\w+:: (flashtile\S*)\.\w+$", PAGE.read_text(), re.M)
+    """The modules that the pages of the API show."""
+    shown = "\n".join(page.read_text() for page in PAGES)
+    named = re.findall(r"^\.\. (?:automodule|currentmodule):: (\S+)", shown, re.M)
+    named += re.findall(r"^\.\. auto\w+:: (flashtile\S*)\.\w+$", shown, re.M)
     return sorted(set(named))
 
 

@@ -223,9 +223,10 @@ PLAY = """
 
 KEYS = """
   const player = window.attentionVisualiser;
-  player.choose({ algorithm: "fa2", mask: "causal", M: 8, N: 8, B_r: 4, B_c: 4 });
   const root = document.getElementById("visualiser");
   const form = root.querySelector("form");
+  const first = form.elements.row.value;
+  player.choose({ algorithm: "fa2", mask: "causal", M: 8, N: 8, B_r: 4, B_c: 4, row: 0 });
   const where = () => `${form.elements.step.value}/${form.elements.row.value}`;
   const press = (key, target = root) => (
     target.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }))
@@ -254,7 +255,8 @@ KEYS = """
   form.elements.preset.value = player.presets[1];
   form.elements.preset.dispatchEvent(new Event("change"));
   const hidden = [...form.elements].filter((x) => x.parentElement.hidden).map((x) => x.name);
-  return { steps, kept, isLeft, tile, label, hash, cells, hidden };
+  const ofPreset = form.elements.row.value;
+  return { first, ofPreset, steps, kept, isLeft, tile, label, hash, cells, hidden };
 """
 
 
@@ -347,6 +349,7 @@ def test_keys_touch_buttons_and_numbers(reports: dict[str, Any]):
     *steps, end, home, row = found["steps"]
     assert steps == ["0/0", "1/0", "2/0", "1/0", "1/1"]
     assert int(end.split("/")[0]) > 30 and [home, row] == ["0/1", "0/6"]
+    assert found["first"] == found["ofPreset"] == "15"  # the last query sees all keys
     assert found["kept"].endswith("&B_r=4&B_c=4&step=0&row=1")
     assert found["isLeft"] and found["tile"] == ""
     assert found["label"] == "Documents" and found["cells"] == 8 * 32

@@ -17,7 +17,7 @@
   let run; // its tiles and steps for the chosen sizes
   let state; // what the steps so far have left
   let drawing; // elements of the score matrix
-  let selected = 0; // row
+  let selected = Infinity; // row; at first the last one, whose numbers change longest
   let timer = null;
 
   // The state after a step
@@ -354,7 +354,7 @@
     });
   }
   preset.addEventListener("change", () => {
-    choose(Object.fromEntries(new URLSearchParams(preset.value)));
+    choose({ row: Infinity, ...Object.fromEntries(new URLSearchParams(preset.value)) });
     remember();
   });
   form.elements.row.addEventListener("change", (event) => select(Number(event.target.value)));
