@@ -95,3 +95,18 @@ def test_the_checklist_covers_all_lessons():
     listed = set(re.findall(r"^\| (?:\d\. )?\[\]\(([\w-]+\.md)\)", lessons, re.M))
     assert listed == set(re.findall(r"\]\(([\w-]+\.md)", topics))
     assert {page.name for page in learn.glob("*.md")} - listed == {"index.md", "visualiser.md"}
+
+
+def test_the_tour_of_the_cuda_source_leads_to_our_code():
+    """The last column of its first table: files, and functions or classes in them."""
+    package = DOCS.parent / "flashtile"
+    page = (DOCS / "learn" / "cuda-source.md").read_text()
+    table = page.split("## mha_fwd")[0]
+    ours = [row.rsplit("|", 2)[1] for row in re.findall(r"^\| .* \|$", table, re.M)]
+    found = [re.findall(r"`([\w/]+\.py)`(?:: ((?:`\w+`(?:, )?)+))?", cell) for cell in ours]
+    places = [place for cell in found for place in cell]
+    assert len(places) > 12
+    for path, names in places:
+        source = (package / re.sub("^triton/", "backends/triton/", path)).read_text()
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^(?:def|class) {name}\b", source, re.M), (path, name)
