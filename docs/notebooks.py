@@ -28,7 +28,7 @@ def page(cells: list[dict[str, str]], name: str) -> str:
 def write_all(folder: Path) -> None:
     """One page and one notebook for each numbered example."""
     folder.mkdir(exist_ok=True)
-    for script in sorted((ROOT / "examples").glob("0*.py")):
+    for script in sorted((ROOT / "examples").glob("[0-9][0-9]_*.py")):
         notebook = jupytext.read(script)
         (folder / f"{script.stem}.md").write_text(page(notebook.cells, script.stem), "utf-8")
         jupytext.write(notebook, folder / f"{script.stem}.ipynb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -17,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from examples.demo import layer, model_checks, show  # noqa: E402  # it needs these
+from examples.demo import layer, model_checks, progress, show, turns  # noqa: E402  # it needs these
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ PLAY = "List of persons.\n\n" + "\n\n".join(
     ["Ham.\nTo be, or not to be, that is the question:\nWhether 'tis nobler"]
     + [f"Oph.\n{'my lord ' * n}" for n in range(1, 14)]
 )
-SIZE = show.Size(tokens=200, new_tokens=5, lengths=(256, 512, 1024), budget_ms=5.0)
+SIZE = show.Size(tokens=200, new_tokens=5, lengths=(256, 512, 1024))
 
 
 class ByteTokenizer:
@@ -71,10 +72,36 @@ def arguments(tmp_path, monkeypatch):
 def test_every_check_holds(arguments, capsys):
     assert show.show(arguments, SIZE) == 0
     printed = capsys.readouterr().out
-    for words in ("All four checks hold", "standard", "SDPA", "flashtile", "1,024", "picture.png"):
+    for words in ("All four checks hold", "standard", "flashtile", "1,024", "picture.png"):
         assert words in printed
+    assert "as fast as PyTorch's SDPA" in " ".join(printed.replace("│", " ").split())
+    assert "SDPA's own kernel" in printed.replace("│", " ")
     assert "FAILED" not in printed
     assert arguments.output.read_bytes().startswith(b"\x89PNG")
+
+
+def test_in_a_pipe_lines_say_how_far_it_is(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert show.show(arguments, SIZE) == 0
+    lines = [line.partition(",")[0].strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("1 reading:")] == [
+        f"1 reading: {number} of 12" for number in range(13)
+    ]
+    assert "3 measuring: 18 of 18" in lines
+
+
+def test_the_ways_take_turns_and_the_best_counts(monkeypatch):
+    order = []
+    took = iter([5.0, 1.0, 3.0, 4.0, 9.0, 2.0])  # milliseconds
+
+    def timer(call):
+        call()
+        return next(took)
+
+    monkeypatch.setattr(turns, "timer_for", lambda device: timer)
+    calls = {name: partial(order.append, name) for name in "ab"}
+    assert turns.best_of_three(calls, "cpu") == {"a": 3e-3, "b": 1e-3}
+    assert "".join(order) == "ababab"
 
 
 @pytest.mark.gpu
@@ -104,9 +131,7 @@ def test_standard_attention_that_does_not_fit(arguments, capsys, monkeypatch):
     too_much = layer.standard_bytes(1024)
     monkeypatch.setattr(layer, "free_bytes", lambda device: too_much)
     assert show.show(arguments, SIZE) == 0
-    printed = capsys.readouterr().out
-    assert "possible" in printed
-    assert "Training on 512 tokens" in printed
+    assert "Training on 512 tokens" in capsys.readouterr().out
 
 
 def test_nan_never_passes():
@@ -146,7 +171,7 @@ def test_packed_counts(arguments):
 
 def test_memory_of_the_layer():
     """Standard attention takes at least two score matrices, flashtile little more than out."""
-    rows = {(r.name, r.direction): r for r in layer.measure((1024,), "cpu", budget_ms=1.0)}
+    rows = {(r.name, r.direction): r for r in layer.measure((1024,), "cpu")}
     scores = layer.HEADS * 1024**2 * 4 / 2**20
     result = layer.HEADS * 1024 * layer.HEAD_DIM * 4 / 2**20
     for direction, matrices in zip(layer.PASSES, (2, 3), strict=True):

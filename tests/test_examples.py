@@ -10,16 +10,18 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("0*.py"))
+EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("[0-9][0-9]_*.py"))
 
 
-def test_there_are_eight():
-    assert [path.name[:2] for path in EXAMPLES] == [f"0{i}" for i in range(1, 9)]
+def test_there_are_eleven():
+    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, 12)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(path, capsys):
-    if "transformers" in path.read_text() and not importlib.util.find_spec("transformers"):
-        pytest.skip("the package transformers is not installed")
+    needs = {"transformers": "from transformers", "accelerate": "Trainer("}
+    for package, words in needs.items():
+        if words in path.read_text() and not importlib.util.find_spec(package):
+            pytest.skip(f"the package {package} is not installed")
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.count("\n") >= 3, "an example prints what it shows"

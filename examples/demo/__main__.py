@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument(
-        "--quick", action="store_true", help="take shorter texts and sequences, in 90 seconds"
+        "--quick",
+        action="store_true",
+        help="take shorter texts and sequences: one minute on two cores instead of three",
     )
     parser.add_argument(
         "--data",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -14,11 +13,12 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from flashtile import attention
-from flashtile.cli.timing import timer_for
+
+from .turns import best_of_three
 
 HEADS, KEY_HEADS, HEAD_DIM = 9, 3, 64  # of SmolLM2-135M
 PASSES = ("forward", "forward + backward")
-MAX_ROUNDS = 9
+STANDARD_UP_TO = {"cpu": 4096, "cuda": 8192}  # tokens; beyond, it takes minutes
 COMPARED = 256  # queries whose results are compared: the last ones, which see the most keys
 # The dtype of each kind of device, and the difference that its rounding explains.
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     name: str
     length: int
     direction: str  # one of `PASSES`
-    milliseconds: float | None  # None: not enough memory to run it
+    milliseconds: float | None  # None: it takes too long, or too much memory
     peak_mib: float | None
     error: float  # largest difference from standard attention, over the last queries
 
@@ -97,8 +97,8 @@ class Layers(NamedTuple):
         )
 
 
-def measure(lengths: Sequence[int], device: str, budget_ms: float) -> Iterator[Row]:
-    """Every way, direction and length; `budget_ms` is for timing one way at one length."""
+def measure(lengths: Sequence[int], device: str) -> Iterator[Row]:
+    """Every way, direction and length."""
     dtype = DTYPES[device]
     for length in lengths:
         torch.manual_seed(0)
@@ -107,7 +107,9 @@ def measure(lengths: Sequence[int], device: str, budget_ms: float) -> Iterator[R
             for heads in (HEADS, KEY_HEADS, KEY_HEADS)
         )
         dout = torch.randn(1, length, HEADS, HEAD_DIM, device=device, dtype=dtype)
-        fits = standard_bytes(length) < 0.9 * free_bytes(device)
+        fits = length <= STANDARD_UP_TO[device] and standard_bytes(length) < 0.9 * free_bytes(
+            device
+        )
         errors = _errors(q, k, v)
         for direction in PASSES:
             calls = {
@@ -115,20 +117,11 @@ def measure(lengths: Sequence[int], device: str, budget_ms: float) -> Iterator[R
                 for name, layer in LAYERS.items()
                 if fits or name != "standard"
             }
-            samples = {name: Samples(call, device, budget_ms) for name, call in calls.items()}
-            for _ in range(MAX_ROUNDS):
-                for ours in samples.values():  # alternating: the machine drifts alike for all
-                    ours.take_one_more()
+            peaks = {name: peak_bytes(call, device) / 2**20 for name, call in calls.items()}
+            seconds = best_of_three(calls, device)
             for name in LAYERS:
-                taken = samples.get(name)
-                yield Row(
-                    name,
-                    length,
-                    direction,
-                    None if taken is None else statistics.median(taken.milliseconds),
-                    None if taken is None else taken.peak_mib,
-                    errors[name],
-                )
+                milliseconds = seconds[name] * 1e3 if name in seconds else None
+                yield Row(name, length, direction, milliseconds, peaks.get(name), errors[name])
 
 
 def standard_bytes(length: int) -> int:
@@ -173,23 +166,3 @@ def _call(
         return forward
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     return lambda: torch.autograd.grad(layer(*leaves), leaves, dout)
-
-
-class Samples:
-    """Peak memory of a call, and its times until they have taken `budget_ms`.
-
-    The first run measures the memory and warms up. On a CPU it is also the only sample of a call
-    that is so slow that one run exceeds the budget: warming up then hardly matters.
-    """
-
-    def __init__(self, call: Callable[[], object], device: str, budget_ms: float) -> None:
-        self.call, self.timer, self.budget_ms = call, timer_for(device), budget_ms
-        first: list[float] = []
-        self.peak_mib = peak_bytes(lambda: first.append(self.timer(call)), device) / 2**20
-        slow = torch.device(device).type == "cpu" and first[0] >= budget_ms
-        self.milliseconds = first if slow else []
-
-    def take_one_more(self) -> None:
-        """Time the call once more, if there is budget left."""
-        if sum(self.milliseconds) < self.budget_ms:
-            self.milliseconds.append(self.timer(self.call))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Advance = Callable[[], None]
+from .turns import Advance, best_of_three
 
 LOSS_TOLERANCE = 1e-5
 LOGIT_TOLERANCE = 1e-3  # logits reach 30: float32 rounding through 30 layers, with a margin
@@ -42,17 +42,19 @@ class Loss(NamedTuple):
 @torch.no_grad()
 def loss(model: Any, ids: Tensor, names: Sequence[str], advance: Advance) -> Loss:
     """The loss that `model` has on `ids` (1, tokens), with each attention of `names`."""
-    result = Loss({}, {})
-    for name in names:
+
+    def read(name: str) -> Tensor:
         model.set_attn_implementation(name)
-        model(ids[:, :64], use_cache=False)  # warms up
-        start = time.perf_counter()
         logits = model(ids, use_cache=False).logits[0, :-1]
-        per_token = F.cross_entropy(logits.double(), ids[0, 1:], reduction="none").cpu()
-        result.seconds[name] = time.perf_counter() - start
-        result.per_token[name] = per_token
         advance()
-    return result
+        return F.cross_entropy(logits.double(), ids[0, 1:], reduction="none").cpu()
+
+    per_token = {name: read(name) for name in names}
+    return Loss(per_token, best_of_three(_calls(read, names), str(model.device)))
+
+
+def _calls(run: Callable[[str], Tensor], names: Iterable[str]) -> dict[str, Callable[[], Tensor]]:
+    return {name: partial(run, name) for name in names}
 
 
 class Continuation(NamedTuple):
@@ -72,19 +74,14 @@ class Continuation(NamedTuple):
 def continuation(
     model: Any, ids: Tensor, names: Sequence[str], new_tokens: int, advance: Advance
 ) -> Continuation:
-    """The `new_tokens` likeliest next tokens after `ids` (1, tokens), through the key-value cache.
-
-    `advance` is called once for each new token.
-    """
+    """`new_tokens` greedy next tokens after `ids` (1, tokens), through the key-value cache."""
 
     def count(ids: Tensor, scores: Tensor, **unused: Any) -> Tensor:
         advance()
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # do not stop
 
-    result = Continuation({}, {})
-    for name in names:
+    def write(name: str) -> Tensor:
         model.set_attn_implementation(name)
-        start = time.perf_counter()
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -93,9 +90,10 @@ def continuation(
             do_sample=False,
             stopping_criteria=[count],
         )
-        result.seconds[name] = time.perf_counter() - start
-        result.tokens[name] = output[0, ids.shape[1] :].cpu()
-    return result
+        return output[0, ids.shape[1] :].cpu()
+
+    tokens = {name: write(name) for name in names}
+    return Continuation(tokens, best_of_three(_calls(write, names), str(model.device)))
 
 
 class Packed(NamedTuple):
@@ -140,14 +138,16 @@ def packed(model: Any, sentences: Sequence[Tensor], name: str, advance: Advance)
         PADDED: (name, {"input_ids": ids, "attention_mask": mask.long()}),
         PACKED_ROW: (name, {"input_ids": row, "position_ids": positions}),
     }
-    seconds, results = {}, {}
-    for way, (implementation, inputs) in ways.items():
+
+    def run(way: str) -> Tensor:
+        implementation, inputs = ways[way]
         model.set_attn_implementation(implementation)
-        start = time.perf_counter()
         logits = model(**inputs, use_cache=False).logits
-        seconds[way] = time.perf_counter() - start
-        results[way] = logits[mask] if way != PACKED_ROW else logits[0]
         advance()
+        return logits[mask] if way != PACKED_ROW else logits[0]
+
+    results = {way: run(way) for way in ways}
+    seconds = best_of_three(_calls(run, ways), str(device))
     reference = results.pop(PADDED_EAGER)
     return Packed(
         lengths=lengths,

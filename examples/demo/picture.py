@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.plots import COLOURS
+from benchmarks.rows import read_csv
 from flashtile.cli.machine import device_name
 
 from . import layer, model_checks
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
     from .show import Results
 
 LABELS = {"standard": "standard", "sdpa": "PyTorch SDPA", "flashtile": "flashtile"}
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "memory.csv"
+GPU_TOKENS = 16384
+GPU_LABELS = {"standard": "standard", "fa2": "SDPA\n(FlashAttention-2)", "flashtile": "flashtile"}
 MARKS = {"standard": "s", "sdpa": "^", "flashtile": "o"}
 
 
 def draw(path: Path, results: Results) -> None:
     """Write a PNG of the four checks to `path`."""
-    figure = Figure(figsize=(15, 8.4), layout="constrained")
+    figure = Figure(figsize=(18, 8.4), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=(1.15, 1)))
     axes = top.subplots(1, 4)
@@ -36,10 +40,11 @@ def draw(path: Path, results: Results) -> None:
         f"{str(results.layers.dtype).removeprefix('torch.')}) on {device_name(results.device)}",
         fontsize=12,
     )
-    left, middle, right = bottom.subplots(1, 3)
-    _draw_loss(left, results.loss)
-    _draw_continuation(middle, results)
-    _draw_packed(right, results.packed)
+    axes = bottom.subplots(1, 4)
+    _draw_loss(axes[0], results.loss)
+    _draw_continuation(axes[1], results)
+    _draw_packed(axes[2], results.packed)
+    _draw_gpu(axes[3])
     figure.savefig(path, dpi=110)
 
 
@@ -142,27 +147,46 @@ def _prose(axis: Any) -> dict[str, Any]:
 
 
 def _draw_packed(axis: Any, packed: model_checks.Packed) -> None:
-    """Tokens that each way computes, with its time."""
-    ways = list(packed.seconds)
-    computed = [
-        packed.real if way == model_checks.PACKED_ROW else packed.padded for way in reversed(ways)
-    ]
-    colours = [COLOURS["standard" if "eager" in way else "flashtile"] for way in reversed(ways)]
-    bars = axis.barh(
-        [way.replace("eager", "standard") for way in reversed(ways)], computed, color=colours
-    )
-    axis.bar_label(
-        bars,
-        [f"{packed.seconds[way]:.2f} s" for way in reversed(ways)],
-        label_type="center",
-        color="white",
-        fontweight="bold",
-    )
-    axis.set_xlabel("tokens computed")
+    """The time of each way, with the number of tokens that it computes."""
+    rows = []
+    for way, seconds in packed.seconds.items():
+        computed = packed.real if way == model_checks.PACKED_ROW else packed.padded
+        label = f"{way.replace('eager', 'standard')}\n{computed:,} tokens"
+        rows.append((label, seconds, "standard" if "eager" in way else "flashtile"))
+    _draw_bars(axis, rows, "s")
     worst = max(packed.differences.values())
     axis.set_title(
         f"A batch of {len(packed.lengths)} speeches, {packed.real:,} tokens without padding:\n"
         f"the logits differ by {worst:.0e}",
         fontsize=11,
     )
+
+
+def _draw_gpu(axis: Any) -> None:
+    """What was measured on a GPU, whatever this machine has."""
+    found = {
+        row.provider: (row, origin)
+        for row, origin in read_csv(MEASURED)
+        if row.provider in GPU_LABELS and row.seqlen_q == GPU_TOKENS
+    }
+    rows = [
+        (f"{label}\n{found[name][0].peak_mib:,.0f} MiB", found[name][0].median_ms, name)
+        for name, label in GPU_LABELS.items()
+    ]
+    _draw_bars(axis, rows, "ms")
+    row, origin = found["flashtile"]
+    axis.set_title(
+        f"For comparison, measured on an {origin['device']} ({origin['date']}):\n"
+        f"{GPU_TOKENS:,} tokens, {row.heads_q} heads of {row.head_dim}, forward + backward",
+        fontsize=11,
+    )
+
+
+def _draw_bars(axis: Any, rows: list[tuple[str, float, str]], unit: str) -> None:
+    """A bar for each (label, time in `unit`, name of its colour), from top to bottom."""
+    labels, times, names = zip(*reversed(rows), strict=True)
+    bars = axis.barh(labels, times, color=[COLOURS[name] for name in names])
+    axis.bar_label(bars, [f"{time:.3g} {unit}" for time in times], padding=3)
+    axis.set_xlim(right=1.25 * max(times))
+    axis.set_xlabel(f"time, {unit}")
     axis.grid(axis="x", alpha=0.3)

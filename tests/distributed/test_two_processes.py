@@ -1,4 +1,4 @@
-"""The example of two processes runs as its docstring says, and its threads end with the group."""
+"""The examples of two processes run as they say, and their threads end with the group."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ assert not [name for name in threads if "gloo" in name], threads
 """
 
 
-def test_the_losses_are_those_of_one_process() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("two_gpus.py", "2 ranks give what one process gives, by float64"),
+        ("long_document.py", "equal up to rounding"),
+    ],
+)
+def test_two_processes_give_what_one_gives(name: str, words: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
-        [*command, str(ROOT / "examples/distributed/long_document.py")],
+        [*command, str(ROOT / "examples/distributed" / name)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.rstrip().endswith("equal up to rounding")
+    assert words in result.stdout
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="lists threads in /proc")
