@@ -108,5 +108,6 @@ print(f"largest error {(out - truth).abs().max():.1e}, plain {(plain - truth).ab
 for row, before, length, keys in zip(page_table, cached.tolist(), lengths, k, strict=True):
     slots = torch.arange(before, length)
     appended = k_pages[row[slots // PAGE_SIZE], slots % PAGE_SIZE]
-    torch.testing.assert_close(appended, rotated(keys[before:], before))
+    plain, truth = (rotated(keys[before:].to(x), before) for x in (torch.float32, torch.float64))
+    assert_close("new keys", appended, truth, plain)
 print("the new keys are in their pages")

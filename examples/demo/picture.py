@@ -170,7 +170,11 @@ def _draw_gpu(axis: Any) -> None:
         if row.provider in GPU_LABELS and row.seqlen_q == GPU_TOKENS
     }
     rows = [
-        (f"{label}\n{found[name][0].peak_mib:,.0f} MiB", found[name][0].median_ms, name)
+        (
+            f"{label}\n{found[name][0].peak_mib:,.0f} MiB",
+            cast(float, found[name][0].median_ms),
+            name,
+        )
         for name, label in GPU_LABELS.items()
     ]
     _draw_bars(axis, rows, "ms")
