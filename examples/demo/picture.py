@@ -178,10 +178,10 @@ def _draw_gpu(axis: Any) -> None:
         for name, label in GPU_LABELS.items()
     ]
     _draw_bars(axis, rows, "ms")
-    row, origin = found["flashtile"]
+    _, origin = found["flashtile"]
     axis.set_title(
-        f"For comparison, measured on an {origin['device']} ({origin['date']}):\n"
-        f"{GPU_TOKENS:,} tokens, {row.heads_q} heads of {row.head_dim}, forward + backward",
+        f"Measured on an {origin['device']}, {origin['date']}:\n"
+        f"{GPU_TOKENS:,} tokens, forward + backward",
         fontsize=11,
     )
 

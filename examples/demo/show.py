@@ -291,9 +291,9 @@ def _comparison(layers: layer.Layers, device: str) -> str:
     )
     if device == "cpu":
         text += (
-            " The two are equal there: on a CPU flashtile runs such a plain call with SDPA's own "
-            "kernel. It gains with packed sequences (check 4), windows, masks and caches, and on "
-            "a GPU (last panel of the picture)."
+            " The two are equal up to noise: on a CPU flashtile runs such a plain call with SDPA's "
+            "own kernel. It gains with packed sequences (check 4), windows, masks and caches, and "
+            "on a GPU (last panel of the picture)."
         )
     return text
 
