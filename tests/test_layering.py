@@ -102,7 +102,7 @@ OPTIONAL = {
     "__main__": {"flashtile_command"},  # beside the package, because it must not import PyTorch
     "cli": {"transformers", "triton"},
     "integrations": {"diffusers", "transformers", "vllm"},
-    "models": {"transformers"},  # from_pretrained
+    "models": {"safetensors", "sentencepiece", "transformers"},  # from_pretrained
     "backends": {"triton"},
     "ops": {"triton"},
     "gpu": {"triton"},

@@ -55,7 +55,7 @@ _SEVEN = (
     "flash_attn_with_kvcache",
 )
 
-_FAMILIES = ("baichuan", "bigcode", "btlm", "falcon", "gpt_neox", "gptj", "llama", "opt")
+_FAMILIES = ("baichuan", "bigcode", "btlm", "falcon", "gpt_neox", "gptj", "opt")
 
 FLASH_ATTN_2 = Package(
     distribution="flash-attn",
@@ -92,6 +92,9 @@ FLASH_ATTN_2 = Package(
             f"flash_attn.models.{family}": Contents(("models.hugging_face", "models.families"))
             for family in _FAMILIES
         },
+        "flash_attn.models.llama": Contents(
+            ("models.hugging_face", "models.families", "models.checkpoints")
+        ),
         "flash_attn.models.vit": Contents(("models.vit",)),
         "flash_attn.modules": Contents(),
         "flash_attn.modules.block": Contents(("modules.block",)),
@@ -116,6 +119,7 @@ FLASH_ATTN_2 = Package(
         "flash_attn.utils.benchmark": Contents(("integrations.flash_attn_benchmark",)),
         "flash_attn.utils.distributed": Contents(("layers.tensor_parallel",)),
         "flash_attn.utils.generation": Contents(("models.generation", "models.decoding")),
+        "flash_attn.utils.pretrained": Contents(("models.checkpoints",)),
     },
 )
 
@@ -244,10 +248,6 @@ INSTEAD = {
     "flash_attn.layers.rotary.ApplyRotaryEmb": "apply_rotary_emb",
     "flash_attn.layers.rotary.ApplyRotaryEmbQKV_": "apply_rotary_emb_qkv_",
     "flash_attn.layers.rotary.ApplyRotaryEmbKV_": "apply_rotary_emb_kv_",
-    "flash_attn.models.llama.config_from_checkpoint": "transformers.LlamaConfig.from_pretrained",
-    "flash_attn.models.llama.config_from_hf_checkpoint": "transformers.LlamaConfig.from_pretrained",
-    "flash_attn.models.llama.config_from_meta_checkpoint": "transformers.LlamaConfig",
-    "flash_attn.models.llama.state_dicts_from_checkpoint": "torch.load",
     "flash_attn.ops.activations.FastGeLUFunction": "fast_gelu_impl",
     "flash_attn.ops.activations.GeLUFunction": "bias_gelu_impl",
     "flash_attn.ops.activations.SwiGLUFunction": "swiglu",
@@ -283,7 +283,6 @@ INSTEAD = {
     "flash_attn.utils.generation.capture_graph": "decode with cg=True",
     "flash_attn.utils.generation.update_graph_cache": "decode with cg=True",
     "flash_attn.utils.library": "torch.library",
-    "flash_attn.utils.pretrained": "GPTLMHeadModel.from_pretrained",
     "flash_attn.utils.testing": "flashtile.testing",
     "flash_attn.utils.torch": "torch.amp",
     "xformers.components": "torch.nn",

@@ -5,11 +5,22 @@ from typing import TYPE_CHECKING
 from .. import lazy
 
 if TYPE_CHECKING:
-    from . import bert, decoding, families, generation, gpt, gpt_config, hugging_face, vit
+    from . import (
+        bert,
+        checkpoints,
+        decoding,
+        families,
+        generation,
+        gpt,
+        gpt_config,
+        hugging_face,
+        vit,
+    )
 else:
     __getattr__, __dir__ = lazy.submodules(
         __name__,
         "bert",
+        "checkpoints",
         "decoding",
         "families",
         "generation",
