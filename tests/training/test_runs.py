@@ -251,6 +251,8 @@ INTERRUPTED = """
 import os, signal, sys
 from training import train
 
+# A shell's background process ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 train_step = train.Run.train_step
 
 def stop(run):
