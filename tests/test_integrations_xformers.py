@@ -331,8 +331,29 @@ def test_a_tensor_as_bias_has_a_gradient(shape, causal, seed):
     leaves = {"q": q, "k": k, "v": v, "bias": bias}
     assert not call_failures(call, reference, leaves, seed=seed, dtype=torch.float32)
     mask = masks.LowerTriangularMaskWithTensorBias(bias).to("cpu")
+    assert mask.to("meta")._bias.device.type == "meta"
     wanted = bias.masked_fill(~(torch.ones(M, N).tril() > 0), -torch.inf)
     assert torch.equal(mask.materialize(bias.shape), wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 1), (2, 1, 3), (1, 2, 3), (2, 1, 1), (2, 3), (2, 1), (3,), ()]
+)
+def test_a_bias_of_5d_inputs_broadcasts(shape, seed):
+    """As tensors do: a 4-D one counts groups and heads, also where the batch is as large."""
+    B, G, H, M, N = 2, 2, 3, 5, 7
+    q, k, v = (torch.randn(B, n, G, H, 8) for n in (M, N, N))
+    leaves = {"q": q, "k": k, "v": v, "bias": torch.randn(*shape, M, N)}
+
+    def call(x):
+        out = ops.memory_efficient_attention(x["q"], x["k"], x["v"], x["bias"])
+        return out.flatten(2, 3)
+
+    def reference(x, **how):
+        bias = x["bias"].expand(B, G, H, M, N).flatten(1, 2)
+        return attention_reference(*(x[n].flatten(2, 3) for n in "qkv"), bias=bias, **how)
+
+    assert not call_failures(call, reference, leaves, seed=seed, dtype=torch.float32)
 
 
 def test_scale_dropout_and_dtype_of_the_result(seed):
@@ -384,7 +405,7 @@ def test_lists_of_batches_are_joined_and_split():
         torch.testing.assert_close(mine, ops.memory_efficient_attention(x, y, y))
     with pytest.raises(ValueError, match="want split_queries"):
         mask.split(q)
-    with pytest.raises(ValueError, match=r"want \(1, 14, \.\.\.\)"):
+    with pytest.raises(ValueError, match=r"tensor: got shape .* want \(1, 14, \.\.\.\)"):
         mask.split_queries(k)
 
 
@@ -398,8 +419,30 @@ def test_lengths_change_in_place():
     assert held == (mask.q_seqinfo.seqstart, mask.k_seqinfo.seqlen)
     assert [x.tolist() for x in held] == [[0, 1, 3], [6, 2]]
     assert torch.equal(mask.materialize((3, 18)), other.materialize((3, 18)))
-    with pytest.raises(ValueError, match="want 2 of at most 6"):
+    assert (mask.q_seqinfo.min_seqlen, mask.k_seqinfo.min_seqlen) == (1, 2)
+    moved = mask.to("meta")
+    mask.k_seqinfo.from_seqlens_padded_inplace([3, 5])
+    assert (moved.k_seqinfo.seqlen_py, moved.k_seqinfo.min_seqlen) == ([6, 2], 2)
+    message = "got 2 sequences, the longest 7; want 2 of at most 6 tokens"
+    with pytest.raises(ValueError, match=message):
         mask.k_seqinfo.from_seqlens_padded_inplace([7, 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        (masks.PagedBlockDiagonalPaddedKeysMask, ([3, 0, 6], [5, 2, 4])),
+        (masks.PagedBlockDiagonalGappyKeysMask, PAGED_GAPPY[:3]),
+    ],
+)
+def test_lengths_are_where_the_pages_are(kind, lengths):
+    """By default; and a mask of which only the pages are elsewhere moves."""
+    made = kind.from_seqlens(*lengths, TABLE.to("meta"), 4)
+    moved = kind.from_seqlens(*lengths, TABLE, 4, device="meta").to("meta")
+    for mask in (made, moved):
+        parts = mask.q_seqinfo.seqstart, mask.k_seqinfo.seqlen, mask.block_tables
+        assert all(x.device.type == "meta" for x in parts)
+    assert moved.to("meta") is moved
 
 
 class OwnMask(masks.LowerTriangularMask):
@@ -422,7 +465,14 @@ WRONG = {
         TypeError,
         lambda: ops.memory_efficient_attention(QUERY, QUERY.int(), QUERY.int()),
     ),
-    "num_keys >= num_queries": (ValueError, lambda: BLOCKS.make_causal_from_bottomright()),
+    "attn_bias: got shape": (
+        ValueError,
+        lambda: ops.memory_efficient_attention(*[QUERY[:, :, None]] * 3, torch.zeros(2, 2, 3, 3)),
+    ),
+    "got 1 keys for 7 queries, want at least as many keys as queries": (
+        ValueError,
+        lambda: BLOCKS.make_causal_from_bottomright(),
+    ),
     "some of 33 queries": (
         RuntimeError,
         lambda: masks.BlockDiagonalMask.from_seqlens([33], [9]).make_local_attention(4),
@@ -433,7 +483,7 @@ WRONG = {
         ValueError,
         lambda: masks.BlockDiagonalPaddedKeysMask.from_seqlens([1], 3, [4]),
     ),
-    "got 1 blocks of queries": (
+    "got 1 blocks of queries and 2 of keys, want equal numbers": (
         ValueError,
         lambda: masks.BlockDiagonalMask.from_seqlens([1], [1, 2]),
     ),
@@ -562,7 +612,7 @@ def test_a_real_xformers_is_not_replaced(tmp_path, monkeypatch):
     (tmp_path / "xformers" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path), loaded()
-    with pytest.raises(RuntimeError, match=r"the real one is installed .*want it uninstalled"):
+    with pytest.raises(RuntimeError, match=r"the real one is installed .*uninstall it first"):
         door.install()
     assert (list(sys.meta_path), loaded()) == before
     monkeypatch.setitem(sys.modules, "xformers", types.ModuleType("xformers"))

@@ -37,7 +37,7 @@ def install() -> Installation:
     if (module or spec) and getattr(spec, "origin", None) != OWN_NAME:
         origin = getattr(spec, "origin", None) or "unknown file"
         raise RealPackageError(
-            f"xformers: the real one is {'imported' if module else 'installed'} ({origin}), want "
-            "it uninstalled first (pip uninstall xformers)"
+            f"xformers: the real one is {'imported' if module else 'installed'} ({origin}); "
+            "uninstall it first (pip uninstall xformers)"
         )
     return Installation((XFORMERS,))

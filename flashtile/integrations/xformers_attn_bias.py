@@ -11,7 +11,8 @@ Source: xFormers 0.0.35, ``xformers/ops/fmha/attn_bias.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -30,12 +31,6 @@ def _int32(values: Lengths, device: Device) -> Tensor:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tensor = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
-
-
-def _moved(x: Any, device: torch.device | str) -> Any:
-    """A copy of a dataclass whose tensors are on another device."""
-    parts = {field.name: getattr(x, field.name) for field in fields(x)}
-    return replace(x, **{n: part.to(device) for n, part in parts.items() if hasattr(part, "to")})
 
 
 @dataclass
@@ -92,36 +87,50 @@ class _SeqLenInfo:
 
     def from_seqlens_inplace(self, seqlens: Iterable[int]) -> None:
         """Other lengths in the same tensors, as a CUDA graph needs them."""
-        self._overwrite(self.from_seqlens(seqlens, device=self.seqstart.device))
+        self._overwrite(self.from_seqlens(seqlens, device=self.device))
 
     def from_seqlens_padded_inplace(self, seqlens: Iterable[int]) -> None:
         """Other lengths in the same tensors, as a CUDA graph needs them."""
-        device = self.seqstart.device
-        self._overwrite(self.from_seqlens_padded(seqlens, self.padding, device=device))
+        self._overwrite(self.from_seqlens_padded(seqlens, self.padding, device=self.device))
 
     def _overwrite(self, new: _SeqLenInfo) -> None:
         if len(new.seqlen_py) != len(self.seqlen_py) or new.max_seqlen > self.max_seqlen:
             raise ValueError(
-                f"seqlens: got {len(new.seqlen_py)} of up to {new.max_seqlen}, want "
-                f"{len(self.seqlen_py)} of at most {self.max_seqlen}"
+                f"seqlens: got {len(new.seqlen_py)} sequences, the longest {new.max_seqlen}; "
+                f"want {len(self.seqlen_py)} of at most {self.max_seqlen} tokens"
             )
         self.seqstart.copy_(new.seqstart)
         self.seqlen.copy_(new.seqlen)
         self.seqstart_py[:], self.seqlen_py[:] = new.seqstart_py, new.seqlen_py
+        self.min_seqlen = new.min_seqlen
 
     def intervals(self) -> Iterator[tuple[int, int]]:
         """The start and the end of each block."""
         for start, length in zip(self.seqstart_py, self.seqlen_py, strict=False):
             yield start, start + length
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.seqstart.device
+
     def to(self, device: torch.device | str) -> _SeqLenInfo:
-        """The same on another device."""
-        return _moved(self, device)
+        """The same on another device: a copy, which lengths changed in place do not reach."""
+        if self.device == torch.device(device):
+            return self
+        return replace(
+            self,
+            seqstart=self.seqstart.to(device, copy=True),
+            seqstart_py=[*self.seqstart_py],
+            seqlen=self.seqlen.to(device, copy=True),
+            seqlen_py=[*self.seqlen_py],
+        )
 
     def split(self, x: Tensor, batch_sizes: Lengths | None = None) -> list[Tensor]:
         """(1, total, ...) as a list of (batch_sizes[i], length, ...)."""
         if tuple(x.shape[:2]) != (1, self.seqstart_py[-1]):
-            raise ValueError(f"got shape {tuple(x.shape)}, want (1, {self.seqstart_py[-1]}, ...)")
+            wanted = f"(1, {self.seqstart_py[-1]}, ...)"
+            raise ValueError(f"tensor: got shape {tuple(x.shape)}, want {wanted}")
         sizes = batch_sizes or [1] * len(self.seqlen_py)
         firsts = [0, *accumulate(sizes)][:-1]
         lengths = [self.seqlen_py[first] for first in firsts]
@@ -197,7 +206,14 @@ class AttentionBias:
 
     def to(self, device: torch.device | str) -> Any:
         """The same on another device."""
-        return _moved(self, device) if is_dataclass(self) else self
+        there = torch.device(device)
+        parts = vars(self).items()
+        away = {n: x.to(there) for n, x in parts if getattr(x, "device", there) != there}
+        if not away:
+            return self
+        moved = copy(self)
+        vars(moved).update(away)
+        return moved
 
 
 class LowerTriangularMask(AttentionBias):
@@ -229,10 +245,6 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
     ) -> Tensor:
         """The sum of mask and tensor."""
         return super().materialize(shape, dtype, device) + self._bias
-
-    def to(self, device: torch.device | str) -> Any:
-        """The same on another device."""
-        return type(self)(self._bias.to(device))
 
 
 class LowerTriangularFromBottomRightMask(AttentionBias):
@@ -281,11 +293,6 @@ class _BlockMask(AttentionBias):
         }
         return (q[0], k[0], v[0]), arguments | self._keys() | self._visible(q.shape[1])
 
-    def to(self, device: torch.device | str) -> Any:
-        """The same on another device."""
-        is_there = self.q_seqinfo.seqstart.device == torch.device(device)
-        return self if is_there else _moved(self, device)
-
     def _keys(self) -> dict[str, Any]:
         """The arguments that say where the keys of each block are."""
         raise NotImplementedError
@@ -316,10 +323,10 @@ class _BlockMask(AttentionBias):
 
 def _infos(q_seqlen: Iterable[int], keys: _SeqLenInfo) -> tuple[_SeqLenInfo, _SeqLenInfo]:
     """The blocks of queries and keys."""
-    queries = _SeqLenInfo.from_seqlens(q_seqlen, device=keys.seqstart.device)
+    queries = _SeqLenInfo.from_seqlens(q_seqlen, device=keys.device)
     if len(queries.seqlen_py) != len(keys.seqlen_py):
         numbers = f"{len(queries.seqlen_py)} blocks of queries and {len(keys.seqlen_py)} of keys"
-        raise ValueError(f"q_seqlen, kv_seqlen: got {numbers}, want as many")
+        raise ValueError(f"q_seqlen, kv_seqlen: got {numbers}, want equal numbers")
     return queries, keys
 
 
@@ -448,7 +455,10 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
         super().__post_init__()
         for m, n in self._lengths():
             if n < m:
-                raise ValueError(f"kv_seqlen: got {n}, want num_keys >= num_queries, here {m}")
+                raise ValueError(
+                    f"kv_seqlen: got {n} keys for {m} queries, want at least as many keys as "
+                    "queries"
+                )
 
 
 @dataclass
@@ -585,7 +595,7 @@ class BlockDiagonalGappyKeysMask(_BlockMask):
         starts = [x - i * notional_padding for i, x in enumerate(info.seqstart_py[:-1])]
         if not all(start in row for start in starts):
             raise ValueError(f"kv_seqstarts: got {starts} in pages, want them in {row}")
-        device = info.seqstart.device
+        device = info.device
         paged = _SeqLenInfo.from_seqlens_gappy(starts, info.seqlen_py, True, device=device)
         return paged_type(self.q_seqinfo, paged, block_tables, page_size)
 
@@ -640,7 +650,7 @@ class PagedBlockDiagonalPaddedKeysMask(_PagedMask):
         device: Device = None,
     ) -> Any:
         """The first `kv_seqlen` keys of each row of pages are used."""
-        padding = block_tables.shape[1] * page_size
+        padding, device = block_tables.shape[1] * page_size, device or block_tables.device
         keys = _SeqLenInfo.from_seqlens_padded(kv_seqlen, padding, device=device)
         return cls(*_infos(q_seqlen, keys), block_tables, page_size)
 

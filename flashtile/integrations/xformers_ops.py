@@ -219,9 +219,27 @@ def _call(
     elif attn_bias is not None:
         arguments = {"bias": attn_bias}
     bias = arguments.get("bias")
-    if isinstance(bias, Tensor) and bias.dim() == query.dim() != 4:
-        arguments["bias"] = bias[:, None] if bias.dim() == 3 else bias.flatten(1, 2)
+    if isinstance(bias, Tensor) and query.dim() == 5:
+        arguments["bias"] = _without_groups(bias, *query.shape[2:4])
+    elif isinstance(bias, Tensor) and bias.dim() == query.dim() == 3:
+        arguments["bias"] = bias[:, None]
     return qkv, arguments | {"softmax_scale": scale}
+
+
+def _without_groups(bias: Tensor, groups: int, heads: int) -> Tensor:
+    """What broadcasts to (batch, groups, heads, seq_q, seq_k), as what does to (batch, groups *
+    heads, seq_q, seq_k).
+    """
+    wide = bias[(None,) * (5 - bias.dim())]
+    own = wide.shape[1:3]
+    if wide.dim() != 5 or own[0] not in (1, groups) or own[1] not in (1, heads):
+        raise ValueError(
+            f"attn_bias: got shape {tuple(bias.shape)}, want one that broadcasts to (batch, "
+            f"{groups}, {heads}, seq_q, seq_k)"
+        )
+    if own != (1, 1):  # a bias that all heads share stays one
+        wide = wide.expand(-1, groups, heads, -1, -1)
+    return wide.flatten(1, 2)
 
 
 def _is_leaf(x: Tensor) -> bool:
