@@ -38,13 +38,14 @@ def dated(table: str, rows: list[dict[str, str]], **others: list[dict[str, str]]
     """
     if not rows:
         return table
-    devices = sorted({row["device"] for part in (rows, *others.values()) for row in part})
+    devices = sorted({f"an {row['device']}" for part in (rows, *others.values()) for row in part})
     runs = [_runs(rows), *(f"{name} {_runs(part)}" for name, part in others.items())]
-    return f"{table}\n\nMeasured on {' and '.join(devices)}: {'; '.join(runs)}."
+    where = " and ".join(devices).replace(", ", " with ")  # "AMD EPYC, 2 threads"
+    return f"{table}\n\nMeasured on {where} {'; '.join(runs)}."
 
 
 def _runs(rows: list[dict[str, str]]) -> str:
-    return " and ".join(sorted({f"{row['date']}, {row['commit'][:7]}" for row in rows}))
+    return " and ".join(sorted({f"on {row['date']} at commit {row['commit'][:7]}" for row in rows}))
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

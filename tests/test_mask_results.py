@@ -16,8 +16,8 @@ from benchmarks.rows import Row, write_csv
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ORIGIN = {"device": "some GPU", "date": "2026-01-01", "commit": "0123456789"}
-MEASURED = "Measured on some GPU: 2026-01-01, 0123456."
+ORIGIN = {"device": "NVIDIA GPU", "date": "2026-01-01", "commit": "0123456789"}
+MEASURED = "Measured on an NVIDIA GPU on 2026-01-01 at commit 0123456."
 H200, H100 = "h200/masks", "h100/masks"  # where the results are
 
 

@@ -14,10 +14,10 @@ from benchmarks import presets
 from benchmarks.rows import Row, append_csv, start_csv
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-ORIGIN = {"device": "some GPU", "date": "2026-01-01", "commit": "0123456789"}
-MEASURED = "Measured on some GPU: 2026-01-01, 0123456."
+ORIGIN = {"device": "NVIDIA GPU", "date": "2026-01-01", "commit": "0123456789"}
+MEASURED = "Measured on an NVIDIA GPU on 2026-01-01 at commit 0123456."
 GENERATED = re.compile(r"<!-- [\w -]+: begin -->(.*?)<!-- [\w -]+: end -->", re.S)
-DATED = re.compile(r"^Measured on .+: \d{4}-\d\d-\d\d, [0-9a-f]{7}.*\.$", re.M)
+DATED = re.compile(r"^Measured on an .+ on \d{4}-\d\d-\d\d at commit [0-9a-f]{7}.*\.$", re.M)
 LENGTHS = {"fa-readme": (512, 2048, 16384), "lecture": (512, 2048, 8192)}
 COLUMN = {"fa-readme": "head_dim", "lecture": "dtype"}
 
