@@ -23,9 +23,8 @@ HEADS, KV_HEADS, DIM, PAGE_SIZE = 4, 2, 32, 8
 # %%
 cached = torch.tensor([21, 8, 16, 0], dtype=torch.int32)
 new = torch.tensor([1, 1, 12, 19], dtype=torch.int32)
-cu_seqlens = F.pad(
-    new.cumsum(0), (1, 0)
-).int()  # (requests + 1,): where each request's tokens begin
+# (requests + 1,): where each request's tokens begin.
+cu_seqlens = F.pad(new.cumsum(0), (1, 0)).int()
 total, longest = int(new.sum()), int(new.max())
 pages = -((cached + new) // -PAGE_SIZE)  # of each request
 page_table = torch.zeros(len(new), int(pages.max()), dtype=torch.int32)

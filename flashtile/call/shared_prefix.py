@@ -91,9 +91,8 @@ def _attend_to_prefix(
     if slopes is not None:
         slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
         key = torch.arange(1 - prefix_len, 1, device=q.device)
-        keywords["bias"] = (slopes[:, None] * key)[
-            :, None
-        ]  # as seen from the last key of the prefix
+        # As seen from the last key of the prefix.
+        keywords["bias"] = (slopes[:, None] * key)[:, None]
     out, lse = cached.append_and_attend(
         prepare((_as_one_sequence(q), k, v), layout, keywords, backend)
     )

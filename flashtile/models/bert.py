@@ -1,11 +1,13 @@
-"""BERT, an encoder that is trained on masked words and on pairs of sentences, with the names of
+"""BERT, an encoder that is trained on masked words and sentence pairs, with the names of
 ``flash_attn.models.bert``.
 
 Its config is a ``BertConfig`` of transformers, perhaps with these attributes of flash-attn:
 
-* `use_flash_attn`: the layers see no padding. Its features are then 0, otherwise those of a query.
+* `use_flash_attn`: padding is removed before the layers, and the features of padding are 0.
+  Otherwise padding tokens are computed like any other query.
 * `dense_seq_output`: with labels, logits of words only where a label is not 0.
-* `last_layer_subset`: the last layer, too, works only there and at the first tokens.
+* `last_layer_subset`: the last layer computes only these tokens and the first token of each
+  sequence.
 * `pad_vocab_size_multiple`: there are as many words as the next multiple.
 * `use_xentropy`: the loss is computed in float32.
 * `position_embedding_type="rotary"`, with `rotary_emb_dim`, `rotary_emb_base`,

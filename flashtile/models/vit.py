@@ -101,11 +101,11 @@ class VisionTransformer(nn.Module):
 
     Args:
         img_size, patch_size, in_chans, embed_dim: as in `PatchEmbed`.
-        num_classes: number of logits; 0 for none, that is for features.
+        num_classes: number of logits; with 0 the model returns features.
         depth: number of layers.
         num_heads, qkv_bias: as in `MHA`.
         mlp_ratio: features of an MLP for each feature of a token.
-        no_embed_class: the token of the class has no position.
+        no_embed_class: the class token gets no position embedding.
         drop_rate: dropout rate of tokens and branches.
         attn_drop_rate: dropout rate of the attention probabilities.
         drop_path_rate: rate of `StochasticDepth` of the last layer; it grows linearly from 0.
