@@ -167,8 +167,8 @@ release: wheel  ## the same, the metadata checked, and the commands that its own
 	$(PY) -m twine check --strict dist/*
 	$(PY) .ci/release.py dist
 
-address: $(VENV)/.venv  ## write the address of the repository in all places (ADDRESS=https://github.com/OWNER/NAME)
-	$(PY) .ci/address.py "$(ADDRESS)"
+address: $(VENV)/.venv  ## write the address of the repository in all places (ADDRESS=https://github.com/OWNER/NAME, or none)
+	$(PY) .ci/address.py $(or $(ADDRESS),$(error ADDRESS is missing: make address ADDRESS=https://github.com/OWNER/NAME, or ADDRESS=none))
 
 kernel-hub: $(VENV)/.venv  ## write dist/kernel-hub, the package for Hugging Face's kernels library
 	$(PY) .ci/kernel_hub.py dist/kernel-hub

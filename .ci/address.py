@@ -1,6 +1,6 @@
 """Write the address of the repository in every place of it that gives it.
 
-    python .ci/address.py https://github.com/OWNER/NAME    # "" takes it out again
+    python .ci/address.py https://github.com/OWNER/NAME  # or none, which takes it out again
 
 `PLACES` has, for each file, the text without an address and the text with one. `pyproject.toml`
 says which address is written; a file with another one, or with none, is half filled.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FORM = re.compile(r"https://github\.com/[\w-]+/[\w.-]*\w")
+FORM = re.compile(r"https://github\.com/[\w-]+/(?!.*\.git$)[\w.-]*\w")
 
 
 class Place(NamedTuple):
@@ -137,7 +137,7 @@ def _is_written(place: Place, text: str, address: str) -> bool:
 
 if __name__ == "__main__":
     try:
-        write(sys.argv[1])
+        write("" if sys.argv[1] == "none" else sys.argv[1])
     except ValueError as error:
         sys.exit(str(error))
     print(f"the address is {current()}" if current() else "no address")

@@ -275,6 +275,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
     parser.add_argument("--folder", type=Path, default=ROOT / ".data" / "clients")
     arguments = parser.parse_args()
+    if unknown := {*arguments.names} - {*names}:
+        parser.error(f"NAME: got {', '.join(sorted(unknown))}, want some of {', '.join(names)}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     results = []
     for function, (packages, _) in CLIENTS.items():

@@ -38,7 +38,7 @@ def test_weights_of_a_folder(tmp_path, shards):
 
 
 def test_a_folder_without_weights(tmp_path):
-    with pytest.raises(OSError, match="want a model with weights"):
+    with pytest.raises(OSError, match="which has neither"):
         checkpoints.state_dict_from_pretrained(str(tmp_path))
 
 
@@ -54,6 +54,13 @@ def test_files_of_meta(tmp_path, monkeypatch):
     assert (config.intermediate_size, config.vocab_size) == (11008, 32000)
     assert (config.num_key_value_heads, config.rms_norm_eps) == (32, 1e-6)
     assert not hasattr(config, "rotary_emb_base")
+    params |= {"ffn_dim_multiplier": None, "vocab_size": 128}
+    (folder / "params.json").write_text(json.dumps(params))
+    config = checkpoints.config_from_checkpoint(tmp_path, "7B")
+    assert (config.intermediate_size, config.vocab_size) == (11008, 128)
+    (folder / "params.json").write_text(json.dumps(params | {"use_scaled_rope": True}))
+    with pytest.raises(ValueError, match="use_scaled_rope"):
+        checkpoints.config_from_checkpoint(tmp_path, "7B")
     params |= {"dim": 8192, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 4096}
     params |= {"ffn_dim_multiplier": 1.3, "rope_theta": 5e5}
     (folder / "params.json").write_text(json.dumps(params))

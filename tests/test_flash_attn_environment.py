@@ -158,6 +158,22 @@ def test_an_error_leaves_nothing_behind(tmp_path, capsys):
     assert files(tmp_path) == {f"{HOOK}.pth"}
 
 
+def test_an_error_keeps_an_earlier_installation(tmp_path, capsys, monkeypatch):
+    assert command("install", tmp_path, "--version", "2.6.3") == 0
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    write = Path.write_text
+
+    def fail(path: Path, *args: object, **kwargs: object) -> int:
+        if path.parent.name == "flash_attn-2.8.4.dist-info" and path.name == "RECORD":
+            raise OSError("no space left on device")
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    assert command("install", tmp_path) == 1
+    assert "nothing was installed: no space" in capsys.readouterr().err
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_the_hook_has_the_names_of_all_packages():
     roots = {root.split(".")[0] for package in PACKAGES for root in package.roots}
     assert {name: set(names) for name, names in NAMES.items()} == {

@@ -18,6 +18,7 @@ import torch
 import flashtile
 from flashtile import as_flash_attn
 from flashtile.integrations import flash_attn, xformers
+from flashtile.integrations.flash_attn_hook import Hook
 from flashtile.integrations.flash_attn_modules import INSTEAD, PACKAGES, XFORMERS
 
 # The tests hide installed packages of these names.
@@ -138,7 +139,33 @@ def test_two_choices_at_once_are_refused():
 
 
 @pytest.mark.parametrize(
-    "choice", [{"versions": ()}, {"versions": (2, 5)}, {"versions": (3, 4)}, {"version": "2.5.8"}]
+    ("environment", "choice", "release", "has_3"),
+    [
+        ({}, {"versions": (2,)}, "2.8.4", False),
+        ({"versions": (2,), "version": "2.6.3"}, {}, "2.6.3", False),
+        ({"versions": (2,), "version": "2.6.3"}, {"versions": (2, 3)}, "2.6.3", True),
+    ],
+)
+def test_a_program_may_choose_otherwise_than_its_environment(
+    environment, choice, release, has_3, monkeypatch
+):
+    hook = Hook("flash_attn", environment)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, hook])
+    with flash_attn.install(**choice):
+        assert importlib.import_module("flash_attn").__version__ == release
+        assert (importlib.util.find_spec("flash_attn_interface") is not None) == has_3
+    assert sys.meta_path[-1] is hook
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"versions": ()},
+        {"versions": (2, 5)},
+        {"versions": (3, 4)},
+        {"version": "2.5.8"},
+        {"version": "2.6", "versions": (3,)},
+    ],
 )
 def test_a_choice_that_is_none(choice):
     with pytest.raises(ValueError, match=f"{next(iter(choice))}: got "):

@@ -81,7 +81,9 @@ def test_a_half_filled_address_is_found(
         address.write("https://github.com/other/name", copy)
 
 
-@pytest.mark.parametrize("wrong", ["someone/name", "http://github.com/a/b", ADDRESS + "/tree/main"])
+@pytest.mark.parametrize(
+    "wrong", ["someone/name", "http://github.com/a/b", ADDRESS + "/tree/main", ADDRESS + ".git"]
+)
 def test_what_is_no_address_is_refused(copy: Path, wrong: str) -> None:
     before = contents(copy)
     with pytest.raises(ValueError, match="want https://github"):

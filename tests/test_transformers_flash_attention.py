@@ -17,7 +17,12 @@ pytest.importorskip("transformers")
 
 TESTS = Path(__file__).parent
 IMPORTED_FIRST = "import transformers, transformers.modeling_utils\n"
-INSTALL = "from flashtile.integrations import flash_attn; installed = flash_attn.install()\n"
+INSTALL = """
+from flashtile.integrations import flash_attn, xformers
+
+installed = flash_attn.install()
+xformers.install()  # which has no name of transformers
+"""
 EQUAL = """
 import torch
 from tiny_models import assert_same, build, padding, run, tokens

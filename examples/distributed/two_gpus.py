@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/distributed/two_gpus.py
 
-Without GPUs, two processes share it on the CPU.
+With fewer than two GPUs, two processes share it on the CPU.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flashtile.distributed import ContextParallel
 
-on_gpus = torch.cuda.is_available()
+on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
 if on_gpus:
     torch.cuda.set_device(device)
@@ -25,8 +25,8 @@ shape = (1, layout.local_tokens, 8, 64)  # (batch, tokens of this process, heads
 q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 out = parallel.attention(q, k, v, layout, causal=True)
 out.sum().backward()
-errors = parallel.check(q, k, v, layout, causal=True)  # for a few thousand tokens only
+report = parallel.check(q, k, v, layout, causal=True)  # for a few thousand tokens only
 print(f"rank {dist.get_rank()}: {layout.local_tokens} of {tokens} tokens on {device}")
 if dist.get_rank() == 0:
-    print(errors)
+    print(report)
 dist.destroy_process_group()

@@ -43,14 +43,22 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         dest="versions",
-        type=lambda text: tuple(int(number) for number in text.split(",")),
+        type=_versions,
         metavar="2,3,4",
         help="which of FlashAttention 2, 3 and 4 to provide (default: all)",
     )
     parser.add_argument(
         "--version",
-        help=f"release of FlashAttention 2 to pass for, from 2.6 on (default: {Choice().version})",
+        help="release of FlashAttention 2 that flashtile reports itself as, from 2.6 on (default: "
+        f"{Choice().version})",
     )
+
+
+def _versions(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, want numbers such as 2,3") from error
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,14 +97,12 @@ def act(args: argparse.Namespace, package: Package, choice: dict[str, Any]) -> i
         is_xformers = module == "xformers"
         instead = "" if is_xformers else ", or flash_attn.install(force=True) in a program"
         print(
-            f"the real {name} is installed; want it uninstalled first (pip uninstall {name})"
-            f"{instead}",
+            f"the real {name} is installed; uninstall it first (pip uninstall {name}){instead}",
             file=sys.stderr,
         )
         return 1
-    if ours is not None:  # perhaps of another version
-        remove(recorded(folder, ours), folder)
-    return install(folder, contents(package, **choice))
+    before = recorded(folder, ours) if ours else []  # perhaps of another version
+    return install(folder, contents(package, **choice), before)
 
 
 def status(module: str, folder: Path, ours: Distribution | None, is_real: bool) -> str:
@@ -141,8 +147,10 @@ def contents(package: Package, **choice: Any) -> dict[str, str]:
     return files
 
 
-def install(folder: Path, files: dict[str, str]) -> int:
-    """Write all files, or none if one cannot be written."""
+def install(folder: Path, files: dict[str, str], before: list[Path]) -> int:
+    """Write all files in place of those of before. If one cannot be written, keep those."""
+    kept = [(path, path.read_text(encoding="utf-8")) for path in before if path.is_file()]
+    remove(before, folder)
     written: list[Path] = []
     try:
         for name, text in files.items():
@@ -152,6 +160,9 @@ def install(folder: Path, files: dict[str, str]) -> int:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         remove(written, folder)
+        for path, text in kept:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         print(f"nothing was installed: {error}", file=sys.stderr)
         return 1
     for path in written:

@@ -54,10 +54,11 @@ def install(
     Args:
         force: replace installed distributions, too.
         versions: which of FlashAttention 2, 3 and 4 to provide, such as (2,) for a program that
-            prefers FlashAttention-3 and calls it as an old release; all, or those in effect, by
-            default.
-        version: the release of FlashAttention-2 to pass for, from "2.6" on; the newest by default.
-            As "2.6", `unpad_input` returns four values; all else is that of the newest.
+            prefers FlashAttention-3 and calls it with an old release's signature. Default: those in
+            effect, those of the environment (``flashtile flash-attn install``), or all.
+        version: the release of FlashAttention-2 that flashtile reports itself as, from "2.6" on;
+            the newest by default. As "2.6", `unpad_input` returns four values; all else is that of
+            the newest.
 
     Returns:
         The installation: a context manager with a method `uninstall`.
@@ -67,7 +68,8 @@ def install(
         RuntimeError: an installation with other versions is in effect.
     """
     outer = [finder.choice for finder in _finders() if finder.choice is not None]
-    current = outer[0] if outer else Choice()
+    hooks = [] if outer else _waiting_hooks()
+    current = outer[0] if outer else Choice(**hooks[0].choice if hooks else {})
     choice = Choice(
         current.versions if versions is None else tuple(sorted(set(versions))),
         current.version if version is None else version,
@@ -78,15 +80,22 @@ def install(
             f"versions, version: flash_attn is installed with {tuple(current)}, and cannot be with "
             f"{tuple(choice)} at the same time"
         )
-    return Installation(packages, force, choice)
+    return Installation(packages, force, choice, hooks)
 
 
 class Installation:
     """The effect of one call of `install`, here or in `xformers`."""
 
     def __init__(
-        self, packages: tuple[Package, ...], force: bool = False, choice: Choice | None = None
+        self,
+        packages: tuple[Package, ...],
+        force: bool = False,
+        choice: Choice | None = None,
+        hooks: Sequence[Any] = (),
     ) -> None:
+        self._hooks = hooks  # of the environment, which this installation replaces
+        for hook in hooks:
+            sys.meta_path.remove(hook)
         served = [package for finder in _finders() for package in finder.packages]
         self.packages = tuple(
             package
@@ -121,6 +130,7 @@ class Installation:
         if self._finder is None:
             return
         sys.meta_path.remove(self._finder)
+        sys.meta_path.extend(self._hooks)
         self._finder.close_names()
         for library in self._finder.libraries.values():
             if library is not None:
@@ -176,6 +186,12 @@ def _provider(name: str, packages: tuple[Package, ...]) -> Package | None:
     return next((x for x in packages if x.distribution == distribution), None)
 
 
+def _waiting_hooks() -> list[Any]:
+    """Those of `flash_attn_hook` that have not installed anything yet."""
+    hooks = [finder for finder in sys.meta_path if hasattr(finder, "integration")]
+    return [x for x in hooks if x.integration == "flash_attn" and not x.is_installing]
+
+
 def _finders() -> list[_Finder]:
     return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
 
@@ -206,12 +222,16 @@ class _Finder(DistributionFinder):
             self.waits_for_transformers = False
             self.open_names()
 
+    def _names(self) -> list[str]:
+        """The attention implementations of transformers that need our packages."""
+        distributions = [package.distribution for package in self.packages]
+        return [name for key, name in IMPLEMENTATIONS.items() if key in distributions]
+
     def open_names(self) -> None:
         """Let transformers' names of our packages find flashtile, on a CPU too."""
         from .transformers_loader import LoaderChangedError, patch_loader
 
-        distributions = [package.distribution for package in self.packages]
-        names = [name for key, name in IMPLEMENTATIONS.items() if key in distributions]
+        names = self._names()
         try:
             self.close_names = patch_loader(*names) if names else self.close_names
         except LoaderChangedError as error:
@@ -230,7 +250,7 @@ class _Finder(DistributionFinder):
         returns None for it.
         """
         self.open_names_in_time()
-        if fullname == TRANSFORMERS and self.packages:
+        if fullname == TRANSFORMERS and self._names():
             spec = _real_spec(fullname, path)
             if spec is not None and spec.loader is not None:
                 spec.loader = _Opening(spec.loader, self)

@@ -1,4 +1,4 @@
-"""What ``flash_attn.bert_padding`` 2.6 had in another form; 19 of 112 repositories call it so."""
+"""What ``flash_attn.bert_padding`` 2.6 had in another form, and some programs still expect."""
 
 from __future__ import annotations
 

@@ -197,9 +197,14 @@ class Choice(NamedTuple):
         if not self.versions or not {2, 3, 4}.issuperset(self.versions):
             raise ValueError(f"versions: got {self.versions}, want some of (2, 3, 4)")
         if 4 in self.versions and 2 not in self.versions:
-            raise ValueError(f"versions: got {self.versions}, want 2 with 4, which is inside it")
+            raise ValueError(
+                f"versions: got {self.versions}; 4 needs 2, because flash_attn.cute is inside "
+                "flash_attn"
+            )
         if not re.fullmatch(r"2\.[678](\.\w+)*", self.version):
             raise ValueError(f"version: got {self.version!r}, want one of 2.6, 2.7 and 2.8")
+        if 2 not in self.versions and self.version != FLASH_ATTN_2.version:
+            raise ValueError(f"version: got {self.version!r}, but versions={self.versions} lack 2")
         modules = FLASH_ATTN_2.modules.copy()
         shown = (("__version__", self.version),)
         modules["flash_attn"] = modules["flash_attn"]._replace(constants=shown)

@@ -35,7 +35,7 @@ def register() -> None:
 
 
 class FlashtileBackend(AttentionBackend):
-    """What vLLM may ask of flashtile. Pages may have any size."""
+    """What flashtile supports, as vLLM asks for it. Any page size works."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *_FLOAT8]
@@ -108,7 +108,7 @@ class FlashtileMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         if common.mm_req_doc_ranges is not None or common.rswa_prefix_lens is not None:
             raise NotImplementedError(
-                "mm_req_doc_ranges and rswa_prefix_lens: got one, want None with flashtile"
+                "mm_req_doc_ranges, rswa_prefix_lens: got one, want None; flashtile has neither"
             )
         if not isinstance(common.causal, bool):
             raise NotImplementedError("causal: got a tensor, want a bool with flashtile")
@@ -209,7 +209,7 @@ class FlashtileImpl(AttentionImpl):
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(
-                "output_scale, output_block_scale: got one, want None with flashtile"
+                "output_scale, output_block_scale: got one, want None; flashtile has neither"
             )
         if attn_metadata is None:
             return output.zero_()

@@ -37,21 +37,31 @@ def state_dict_from_pretrained(
                 is_safe = str(part).endswith(".safetensors")
                 state |= load_file(part) if is_safe else torch.load(part, "cpu", weights_only=True)
             return {name: x.to(device=device, dtype=dtype) for name, x in state.items()}
-    raise OSError(f"model_name: got {model_name!r}, want a model with weights")
+    raise OSError(
+        f"model_name: got {model_name!r}, which has neither model.safetensors nor pytorch_model.bin"
+    )
 
 
 def config_from_meta_checkpoint(checkpoint_path: Any, model_name: str) -> Any:
     """transformers' ``LlamaConfig`` of Meta's files in checkpoint_path/model_name. The size of the
-    vocabulary is that of ``tokenizer.model``, if it is there (needs sentencepiece), or 32,000.
+    vocabulary is that of ``tokenizer.model``, if it is there (needs sentencepiece), or that of
+    ``params.json``, or 32,000.
+
+    Raises:
+        ValueError: the file asks for scaled rotary positions.
     """
     from transformers import LlamaConfig
 
     folder = Path(checkpoint_path) / model_name
     params = json.loads((folder / "params.json").read_text())
+    if params.get("use_scaled_rope"):
+        raise ValueError("use_scaled_rope: got True, want False; scaled rotary is not supported")
     # A gated MLP has three matrices where another has two, so 2/3 of the width, rounded up.
-    width = int(params.get("ffn_dim_multiplier", 1) * (8 * params["dim"] // 3))
+    width = int((params.get("ffn_dim_multiplier") or 1) * (8 * params["dim"] // 3))
     multiple = params.get("multiple_of", 1)
     vocab_size, tokenizer = 32_000, folder / "tokenizer.model"
+    if params.get("vocab_size", -1) > 0:
+        vocab_size = params["vocab_size"]
     if tokenizer.is_file():
         from sentencepiece import SentencePieceProcessor
 
@@ -80,7 +90,9 @@ def config_from_hf_checkpoint(checkpoint_path: Any, model_name: str) -> Any:
 def config_from_checkpoint(
     checkpoint_path: Any, model_name: str, checkpoint_format: str = "meta"
 ) -> Any:
-    """One of both; checkpoint_format is "meta" or "hf"."""
+    """`config_from_meta_checkpoint` or `config_from_hf_checkpoint`, by checkpoint_format ("meta" or
+    "hf").
+    """
     if checkpoint_format not in ("meta", "hf"):
         raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, want 'meta' or 'hf'")
     read = config_from_meta_checkpoint if checkpoint_format == "meta" else config_from_hf_checkpoint
