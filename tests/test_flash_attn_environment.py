@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from compileall import compile_dir
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -206,10 +208,13 @@ assert xformers.ops is xops
     done = run(program, tmp_path)
     assert done.returncode == 0, done.stderr
     capsys.readouterr()
+    compile_dir(tmp_path, quiet=1)
     assert command("uninstall", tmp_path, name="xformers") == 0
     assert files(tmp_path) == {
         *flash_attn.contents(FLASH_ATTN_2),
         f"flash_attn-{FLASH_ATTN_2.version}.dist-info",
+        "__pycache__",
+        str(Path(cache_from_source(tmp_path / f"{HOOK}.py")).relative_to(tmp_path)),
     }
     (tmp_path / "xformers").mkdir()
     (tmp_path / "xformers" / "__init__.py").write_text("")

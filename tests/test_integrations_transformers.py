@@ -427,7 +427,8 @@ def test_register_again_and_bad_names():
 
 
 def test_old_transformers(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.2.0")
+    # Importing a model replaces `transformers` in sys.modules by a second module.
+    monkeypatch.setattr(integration.transformers, "__version__", "5.2.0")
     with pytest.raises(ImportError, match=r"5\.2\.0, want 5\.17"):
         integration.register("late")
 

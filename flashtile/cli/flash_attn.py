@@ -185,8 +185,11 @@ def recorded(folder: Path, ours: Distribution) -> list[Path]:
 
 
 def remove(paths: list[Path], folder: Path) -> None:
-    """Remove files, the last one first, and the folders that they leave empty."""
-    for path in reversed(paths):
+    """Remove files, the last one first, what Python compiled of them, and the folders that this
+    leaves empty.
+    """
+    compiled = [x for path in paths for x in folder.glob(f"__pycache__/{path.stem}.*.pyc")]
+    for path in reversed([*compiled, *paths]):
         if path.is_file():
             path.unlink()
         if path.parent != folder and path.parent.is_dir() and not any(path.parent.iterdir()):
