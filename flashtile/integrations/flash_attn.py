@@ -188,7 +188,7 @@ def _provider(name: str, packages: tuple[Package, ...]) -> Package | None:
 
 def _waiting_hooks() -> list[Any]:
     """Those of `flash_attn_hook` that have not installed anything yet."""
-    hooks = [finder for finder in sys.meta_path if hasattr(finder, "integration")]
+    hooks: list[Any] = [finder for finder in sys.meta_path if hasattr(finder, "integration")]
     return [x for x in hooks if x.integration == "flash_attn" and not x.is_installing]
 
 
