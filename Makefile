@@ -1,7 +1,7 @@
 # Two commands are enough on a machine that has Python 3.10+ and make:
 #
 #   make demo    a real language model on real text, standard attention against flashtile, 3 minutes
-#   make test    the tests, 9 minutes on two cores
+#   make test    the tests, 10 minutes on two cores
 #
 # Each creates .venv once and installs what it needs; a second run goes straight to work. The
 # versions are pinned in constraints.txt. `make help` lists the rest.
