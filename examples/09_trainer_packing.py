@@ -5,7 +5,7 @@
 # padding; the `position_ids` say where each text begins, and flashtile keeps the texts apart. This
 # example trains a tiny Llama with random weights, so it downloads nothing. With your model only the
 # line with `from_config` changes, to `from_pretrained(path, attn_implementation=name)`. Needs
-# `pip install "flashtile[transformers]" accelerate`.
+# `pip install ".[examples]"` in a copy of the repository.
 
 # %%
 import tempfile

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.slow
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("[0-9][0-9]_*.py"))
 
 
-def test_there_are_eleven():
-    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, 12)]
+def test_there_are_twelve():
+    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, 13)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs(path, capsys):
-    needs = {"transformers": "from transformers", "accelerate": "Trainer("}
+    needs = {"transformers": "from transformers", "accelerate": "Trainer(", "trl": "from trl"}
     for package, words in needs.items():
         if words in path.read_text() and not importlib.util.find_spec(package):
             pytest.skip(f"the package {package} is not installed")
