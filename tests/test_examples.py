@@ -25,3 +25,10 @@ def test_it_runs(path, capsys):
             pytest.skip(f"the package {package} is not installed")
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.count("\n") >= 3, "an example prints what it shows"
+
+
+@pytest.mark.gpu
+def test_the_engine_captures_its_step(capsys):
+    (path,) = (path for path in EXAMPLES if path.stem == "10_engine")
+    runpy.run_path(str(path), run_name="__main__")
+    assert "the captured step, replayed, gives the same bits" in capsys.readouterr().out
