@@ -8,12 +8,21 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import processes
 import pytest
 import torch
-from spread_runs import GROUPS
-from tiny_runs import assert_same_tensors, checkpoint_tensors, command, overrides, settings
+from spread_runs import DIVIDED, GROUPS, NO_DROPOUT
+from tiny_runs import (
+    assert_same_curve,
+    assert_same_tensors,
+    checkpoint_tensors,
+    command,
+    commands_for_two_gpus,
+    overrides,
+    rows_without_speed,
+    settings,
+    two_processes,
+)
 
 from training import checkpoints, evaluate
 from training.metrics import read_metrics
@@ -23,15 +32,6 @@ pytestmark = pytest.mark.slow
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="the extra deepspeed is not installed"
 )
-
-
-def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
-    """What metrics.csv says of the computation itself."""
-    return [
-        (row.step, row.tokens, row.loss, row.learning_rate, row.gradient_norm)
-        + ((row.validation_loss, row.validation_bits_per_byte) if row.step % 3 == 0 else ())
-        for row in read_metrics(run_dir / "metrics.csv")
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +202,19 @@ def test_spread_runs_follow_the_curve_of_one_process_and_are_resumed(tmp_path, g
     )
     for name in runs:
         one, two = (tmp_path / folder / name / "run" for folder in ("one", "two"))
-        wanted, found = (np.array(rows_without_speed(run)[2::3]) for run in (one, two))
-        allowed = 64 * np.finfo(np.float32).eps * wanted[:, 2].max()
-        assert np.abs(found - wanted).max() < allowed, name
+        assert_same_curve(two, one)
         names = sorted(path.name for path in (two / "checkpoints").iterdir())
         assert names == ["step-00000004", "step-00000006"]
+
+
+def test_the_command_for_two_gpus_follows_the_curve_of_one_process(tmp_path):
+    """The last of them, on a CPU; test_training_gpu.py runs all of them on two GPUs."""
+    *_, given = commands_for_two_gpus()
+    assert given == ["trainer=ddp", DIVIDED]
+    changes = (*NO_DROPOUT, "trainer.precision=32-true", "trainer.steps=3", "trainer.log_every=1")
+    Run(settings(tmp_path / "one", *changes)).train()
+    found = two_processes(tmp_path / "two", *given, "trainer.accelerator=cpu", *changes)
+    assert_same_curve(found, tmp_path / "one" / "run")
 
 
 KILLED_WHILE_WRITING = """

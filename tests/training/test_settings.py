@@ -7,7 +7,7 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from tiny_runs import command, config, settings
+from tiny_runs import REPOSITORY, command, config, settings
 
 from training.settings import ATTENTIONS, differences, read_settings
 from training.train import CONFIG
@@ -16,6 +16,19 @@ pytestmark = pytest.mark.slow
 
 # What a group's own files leave open.
 OPEN = ["run_dir=runs/x", "data.text=text"]
+
+
+COMMAND = re.compile(r"-m training\.train (?!--)((?:[^`#\n\\]|\\\n)+)")
+
+
+@pytest.mark.parametrize("page", ["training", "context-parallel-models"])
+def test_the_commands_of_the_manual_are_valid(page):
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    commands = [found.replace("\\", "").split() for found in COMMAND.findall(text)]
+    assert commands
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIG)):
+        for overrides in commands:
+            read_settings(compose("config", overrides=[*overrides, "run_dir=runs/x"]))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import settings
+from spread_runs import NO_DROPOUT
+from tiny_runs import assert_same_curve, commands_for_two_gpus, settings, two_processes
 
 from flashtile.models.gpt import GPTConfig
 from flashtile.testing import assert_close
@@ -42,6 +43,19 @@ def test_every_attention_trains_in_bfloat16_as_the_textbook_does_in_float32(tmp_
     found = losses(tmp_path, f"attn={name}", *changes)
     assert not torch.equal(found, exact)  # it was bfloat16
     assert_close("losses", found, exact, plain, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs")
+@pytest.mark.parametrize("given", commands_for_two_gpus(), ids=" ".join)
+def test_two_gpus_follow_the_curve_of_one(tmp_path, given):
+    """The commands of docs/training.md as they stand, in small sizes, in float32 and over NCCL."""
+    changes = (
+        *(*NO_DROPOUT, "model.hidden_size=64"),
+        *("trainer.precision=32-true", "trainer.log_every=1"),
+    )
+    Run(settings(tmp_path / "one", "trainer=gpu", *changes)).train()
+    found = two_processes(tmp_path / "two", *given, *changes)
+    assert_same_curve(found, tmp_path / "one" / "run")
 
 
 def test_the_figures_measure_every_attention(monkeypatch):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from training.metrics import read_metrics
 from training.settings import Settings, read_settings
 from training.train import CONFIG
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "training.train")
 WORDS = ["thou", "art", "the", "king", "of", "naples,", "and", "caliban", "speaks", "in", "verse"]
 
 
@@ -69,6 +73,36 @@ def command(folder: Path, *changes: str, program: tuple[str, ...] = ("-m", "trai
         timeout=120,
         check=False,
     )
+
+
+def commands_for_two_gpus() -> list[list[str]]:
+    """What each line of docs/training.md passes to the training command under torchrun."""
+    page = (REPOSITORY / "docs" / "training.md").read_text(encoding="utf-8")
+    return [line.split() for line in re.findall(rf"^{' '.join(TORCHRUN)} (.+)$", page, re.M)]
+
+
+def two_processes(folder: Path, *changes: str) -> Path:
+    """Run the training command under torchrun; the folder of the run."""
+    program = ("-m", "torch.distributed.run", *TORCHRUN[1:])
+    result = command(folder, *changes, program=program)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return folder / "run"
+
+
+def rows_without_speed(run_dir: Path) -> list[tuple[float, ...]]:
+    """What metrics.csv says of the computation itself."""
+    return [
+        (row.step, row.tokens, row.loss, row.learning_rate, row.gradient_norm)
+        + ((row.validation_loss, row.validation_bits_per_byte) if row.step % 3 == 0 else ())
+        for row in read_metrics(run_dir / "metrics.csv")
+    ]
+
+
+def assert_same_curve(run_dir: Path, expected: Path) -> None:
+    """At every third step, up to rounding in float32."""
+    found, wanted = (np.array(rows_without_speed(run)[2::3]) for run in (run_dir, expected))
+    allowed = 64 * np.finfo(np.float32).eps * wanted[:, 2].max()
+    assert np.abs(found - wanted).max() < allowed
 
 
 def checkpoint_tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
