@@ -1,4 +1,5 @@
-"""Keys and values that no query sees have no influence, whatever they hold."""
+"""Keys and values that no query sees have no influence, whatever they hold. NaN that a query sees is
+its result."""
 
 from __future__ import annotations
 
@@ -169,3 +170,53 @@ def test_rows_that_use_the_log_sums_again(seed):
     mask = a_quarter(g, SIZES.N).expand(SIZES.M, SIZES.N)
     probabilities = mask.expand(SIZES.B, SIZES.Hq, -1, -1)
     check(inputs | {"bias": bias}, probabilities, attn_mask=mask)
+
+
+# Both ends of the range of calls: one tile and many, one query and many, parts of the keys.
+SEEN: dict[str, tuple[Sizes, str]] = {
+    "short": (SIZES, "nothing"),
+    "short, sink": (SIZES, "sink"),
+    "short, softcap": (SIZES, "softcap"),
+    "tiles": (replace(SIZES, M=200, N=300), "nothing"),
+    "tiles, causal": (replace(SIZES, M=200, N=300, D=64), "causal"),
+    "tiles, bias and sink": (replace(SIZES, M=200, N=300), "bias + sink"),
+    "decoding": (replace(SIZES, M=1, N=700), "nothing"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", SEEN)
+def test_nan_in_a_query_is_its_result(name, dtype, backend, seed):
+    """It stays in the row, its LSE and its gradient, and in every gradient that adds it up."""
+    g, (s, options) = generator(seed), SEEN[name]
+    inputs = random_inputs(g, s, dtype)
+    options, _, extra = split_options(resolve(options, g, s, dtype))
+    inputs |= {name: x.detach() for name, x in extra.items()}
+    nowhere = torch.zeros(s.B, s.N, s.Hk, dtype=torch.bool)
+    wanted = run(inputs, nowhere, 0.0, backend=backend, **options)
+    row, head = s.M // 2, 1
+    inputs["q"][0, row, head] = math.nan
+    got = run(inputs, nowhere, 0.0, backend=backend, **options)
+    assert got["out"][0, row, head].isnan().all()
+    assert got["dq"][0, row, head].isnan().all()
+    assert got["dv"][0, 0, 0].isnan().all()
+    assert got["lse"][0, head, row].isnan()
+    wanted["out"][0, row, head], wanted["lse"][0, head, row] = math.nan, math.nan
+    for result in ("out", "lse"):
+        assert torch.equal(got[result].nan_to_num(7e4), wanted[result].nan_to_num(7e4))
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("name", SEEN)
+def test_nan_in_a_key_is_the_result_of_the_queries_that_see_it(name, where, backend, seed):
+    g, (s, options) = generator(seed), SEEN[name]
+    inputs = random_inputs(g, s, torch.float16)
+    options, _, extra = split_options(resolve(options, g, s, torch.float16))
+    inputs |= {name: x.detach() for name, x in extra.items()}
+    inputs[where][0, 0, 1] = math.nan
+    nowhere = torch.zeros(s.B, s.N, s.Hk, dtype=torch.bool)
+    got = run(inputs, nowhere, 0.0, backend=backend, **options)
+    heads = slice(s.Hq // s.Hk, None)
+    assert got["out"][0, :, heads].isnan().all()
+    assert not got["out"][1].isnan().any()
+    assert got["lse"][0, heads].isnan().all() == (where == "k")

@@ -220,3 +220,22 @@ def test_the_backward_ignores_the_gradients_of_rows_without_a_key(name: str):
     )
     for x, y in zip(got[:3], wanted, strict=False):  # the sink is the log-sum-exp of such a row
         torch.testing.assert_close(x, y)
+
+
+SEEN: dict[str, Callable[[], Call]] = {
+    "dense": dense(),
+    "causal of 128 columns": dense(128, causal=True),
+    "sink of 256 columns": dense(256, sink=torch.tensor([0.3, -0.7])),
+    "packed": packed(),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_nan_in_a_query_is_its_result(name: str):
+    (q, *keys), *rest = SEEN[name]()
+    wanted = emulate(*described(([q, *keys], *rest)), seed=0)
+    q[..., 3, 1, :] = math.nan
+    out, lse = emulate(*described(([q, *keys], *rest)), seed=0)
+    assert out[..., 3, 1, :].isnan().all() and lse[..., 1, 3].isnan().all()
+    for got, x in zip((out, lse), wanted, strict=True):
+        assert torch.equal(got[~got.isnan()], x[~got.isnan()])

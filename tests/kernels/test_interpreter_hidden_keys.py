@@ -141,3 +141,27 @@ def test_what_the_gradient_of_a_query_without_a_key_holds_does_not_matter(name: 
         got = everything(backend, operands, options, dout, dlse)
         for result, x in wanted.items():
             assert (math.isnan(number) and result == "dsink") or torch.equal(got[result], x), result
+
+
+SEEN = {
+    "short": masked(lambda g, t: {}),
+    "short, sink": masked(lambda g, t: {"sink": normal(g, 2)}),
+    "tiles": masked(lambda g, t: {"causal": True}, M=101),
+    "parts of the keys": masked(lambda g, t: {}, M=1, N=600),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_nan_in_a_query_is_its_result(name: str, seed: int):
+    operands, options = SEEN[name](generator(seed), torch.float16)
+    assert operands.q is not None
+    B, M, Hq, _ = operands.q.shape
+    dout, dlse = torch.ones(B, M, Hq, 16, dtype=torch.float16), torch.zeros(B, Hq, M)
+    wanted = everything(backend, operands, options, dout, dlse)
+    operands.q[0, M - 1, 1] = math.nan
+    got = everything(backend, operands, options, dout, dlse)
+    assert got["out"][0, M - 1, 1].isnan().all() and got["lse"][0, 1, M - 1].isnan()
+    assert got["dq"][0, M - 1, 1].isnan().all() and got["dv"][0, 0].isnan().all()
+    for result in ("out", "lse"):
+        others = ~got[result].isnan()
+        assert torch.equal(got[result][others], wanted[result][others])

@@ -118,7 +118,7 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
                 P.mul_(tp.dropout.kept(m0, m1, run))
             O.mul_(fold(rescale, tp.K)).add_(fold(P, tp.K) @ V)
             m = m_new
-        seen = l > 0
+        seen = l != 0  # NaN was seen
         O_all[:, :, m0:m1] = unfold(O, tp.Q) / (l.masked_fill(~seen, 1.0) * tp.keep)
         L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
     return O_all, L_all

@@ -146,7 +146,7 @@ def recompute_p(
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
         if cfg.HAS_HIDDEN_KEYS:  # rows past the end see keys that no row sees, and NaN - inf is NaN
-            visible = visible & (stats.pivot < float("inf"))
+            visible = visible & (stats.pivot != float("inf"))
         p = tl.where(visible, p, 0.0)
     return p
 
@@ -214,7 +214,7 @@ def add_queries(
         if (cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS) and (  # delta has the gradient of the lse
             IS_MASKED or score.bias.ptr is not None
         ):
-            ds = tl.where(p > 0.0, ds, 0.0)
+            ds = tl.where(p != 0.0, ds, 0.0)
         dk_acc = add_product(dk_acc, operand(ds.to(q_tile.dtype), cfg), q_operand, cfg)
     return dk_acc, dv_acc
 
@@ -366,7 +366,7 @@ def add_keys(
     )
     if IS_MASKED or score.bias.ptr is not None:
         if cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS:
-            ds = tl.where(p > 0.0, ds, 0.0)
+            ds = tl.where(p != 0.0, ds, 0.0)
         if cfg.HAS_HIDDEN_KEYS:
             k_operand = operand(without_hidden(k_tile, p), cfg)
     return add_product(dq_acc, operand(ds.to(k_tile.dtype), cfg), k_operand, cfg)

@@ -340,7 +340,7 @@ def forward_kernel(
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
-    seen = (row_sum > 0.0) & (rows < M)
+    seen = (row_sum != 0.0) & (rows < M)  # NaN was seen
     safe_sum = tl.where(seen, row_sum, 1.0)
     store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
     if PAIR == 2:

@@ -112,7 +112,7 @@ def score_gradient_tile(
         keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     # Keys of a sequence without queries may be NaN, whatever hides other keys.
-    return tl.where(p > 0.0, ds, 0.0), qk, visible
+    return tl.where(p != 0.0, ds, 0.0), qk, visible
 
 
 # Gradient of the bias: dS summed over the dimensions that were broadcast. A program owns a tile of

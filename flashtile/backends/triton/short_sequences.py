@@ -110,7 +110,7 @@ def short_forward_kernel(
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
     row_max = row_max[:, None]
     row_sum = row_sum[:, None]
-    seen = (row_sum > 0.0) & (rows < M)
+    seen = (row_sum != 0.0) & (rows < M)  # NaN was seen
     safe_sum = tl.where(seen, row_sum, 1.0)
     store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
     acc = tl.where(seen, acc * (score.data.drop_scale / safe_sum), 0.0)
@@ -210,10 +210,10 @@ def short_backward_kernel(
         )  # fmt: skip
         if cfg.HAS_LARGE_SCORES:
             p, log_sum = normalised(p, pivot[:, None], sink_ptr, h, score, cfg)
-        has_lse = (offs_m < M) & (lse > -float("inf"))
+        has_lse = (offs_m < M) & (lse != -float("inf"))
         sees = has_lse & (offs_m < queries)
         if cfg.HAS_DEAD_ROWS and sink_ptr is not None:  # a sink alone makes a log-sum-exp
-            sees = sees & (tl.max(p, 1) > 0.0)
+            sees = sees & (tl.max(p, 1) != 0.0)
         # (BLOCK_M, BLOCK_DV). The gradient of a query that sees no key may be anything.
         do_rows = rows_base(dout, b, start_q, h) + rows.to(tl.int64) * dout.row
         do_tile = load_columns(do_rows, sees[:, None], 0, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
@@ -247,7 +247,7 @@ def short_backward_kernel(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, True, cfg
         )
         if cfg.HAS_HIDDEN_KEYS:
-            ds = tl.where(p > 0.0, ds, 0.0)
+            ds = tl.where(p != 0.0, ds, 0.0)
         ds = ds.to(q_tile.dtype)
         dk_acc = tl.dot(tl.trans(ds), q_tile, dk_acc, input_precision="ieee")
         # (BLOCK_M, BLOCK_D)

@@ -84,7 +84,7 @@ def merge_kernel(
         acc = acc * rescale + tl.sum(weighted, 0)
         row_max = new_max
 
-    seen = row_sum > 0.0
+    seen = row_sum != 0.0  # NaN was seen
     safe_sum = tl.where(seen, row_sum, 1.0)
     if tl.program_id(1) == 0:
         lse_value = tl.where(seen, row_max + tl.math.log2(safe_sum) * LN2, -float("inf"))

@@ -576,7 +576,7 @@ def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.co
         weight = gl.exp2(row_max - pivot)
         row_sum = row_sum * weight + gl.exp2(sink - pivot)
         row_max = with_sink
-    seen = (row_sum > 0.0) & (rows < work.M)
+    seen = (row_sum != 0.0) & (rows < work.M)  # NaN was seen
     safe_sum = gl.where(seen, row_sum, 1.0)
     lse = gl.where(seen, (row_max + log2(safe_sum)) * LN2, -float("inf"))
     return gl.where(seen, weight / safe_sum, 0.0), lse

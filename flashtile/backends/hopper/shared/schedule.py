@@ -644,7 +644,7 @@ def is_kept(i, kept, KIND: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constex
     elif KIND == "lse":
         shape: gl.constexpr = [kept.by.shape[1] // COUNT, COUNT]
         lse = recast(kept.by, gl.float32, shape, shared_value()).index(i).load(LAYOUT)
-        keep = keep & (lse < float("inf"))
+        keep = keep & (lse != float("inf"))
     return keep
 
 
