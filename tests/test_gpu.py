@@ -123,7 +123,7 @@ def test_dropout_draws_the_mask_of_the_cpu():
     torch.manual_seed(3)
     _, _, probs = flashtile.attention(q, k, v, dropout_p=0.3, return_attn_probs=True)
     torch.manual_seed(3)
-    state = flashtile.rng_state.draw_rng_state(q.device).cpu()
+    state = flashtile.dropout.draw_rng_state(q.device).cpu()
     coordinates = (torch.arange(2), torch.arange(6), torch.arange(65))
     kept = flashtile.dropout.keep_mask(state, 0.3, *coordinates, torch.arange(129))
     assert torch.equal(probs.cpu() > 0, kept)

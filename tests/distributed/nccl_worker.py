@@ -15,5 +15,5 @@ CASES = 40
 if __name__ == "__main__":
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     seeds = range(100 * world, 100 * world + CASES)
-    if draws(rank, world, sys.argv[3], "nccl", seeds):
+    if draws(rank, world, sys.argv[3], "nccl", seeds, only_decoding=False):
         sys.exit(1)

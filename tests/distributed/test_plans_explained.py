@@ -206,3 +206,15 @@ def test_measure_gives_all_ranks_the_same_machine(ranks: int, node: int) -> None
     for link in (found.inside, found.across):
         assert link.bandwidth > 0
         assert link.latency > 0
+
+
+def test_the_reference_is_computed_where_the_tensors_are() -> None:
+    """On the device `meta`, as on a GPU, a tensor made on the CPU is an error."""
+    parallel = ContextParallel.over(run_ranks(1, lambda comm: comm)[0])
+    layout = parallel.layout(seq_len=8)
+    x = torch.randn(1, 8, 2, 8, device="meta")
+    cotangents = x, x[..., 0].transpose(-1, -2)
+    results = check._reference(
+        layout, dict.fromkeys("qkv", x), {"causal": True}, cotangents, torch.float64
+    )
+    assert {y.device.type for y in results.values()} == {"meta"}
