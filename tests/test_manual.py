@@ -80,7 +80,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("**/*.md")), ids=lambda page: page.stem)
+PAGES = sorted([*DOCS.parent.glob("*.md"), *DOCS.glob("**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_anchor_exists(page: Path):
     """The check-list of the lessons, and every other link to a heading."""
     for link in LINK.finditer(page.read_text()):

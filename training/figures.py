@@ -57,6 +57,7 @@ THEIRS = "-hf"  # after the name of a GPT-2: that of transformers
 COMPILED = ("flex", "flashtile")  # in the first call, for seconds
 COLOURS = {
     "eager": "#7f7f7f",
+    "sdpa": "#cc79a7",
     "sdpa-flash": "#d55e00",
     "sdpa-cudnn": "#e69f00",
     "flex": "#009e73",
@@ -119,6 +120,7 @@ class Turns:
 def main(arguments: list[str] | None = None) -> None:
     """Measure, a line for each row; figures.csv and the pictures go to the folder."""
     asked = parse(arguments)
+    asked.folder.mkdir(parents=True, exist_ok=True)
     path = asked.rows or asked.folder / "figures.csv"
     if not asked.rows:
         measure_figures(asked, path)
@@ -141,7 +143,6 @@ def measure_figures(asked: argparse.Namespace, path: Path) -> None:
         deadline=began + asked.seconds,
     )
     points = points_of(asked)
-    asked.folder.mkdir(parents=True, exist_ok=True)
     start_csv(path)
     if asked.ahead:
         compile_ahead(points, plan, asked.ahead)

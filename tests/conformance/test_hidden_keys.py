@@ -1,5 +1,7 @@
-"""Keys and values that no query sees have no influence, whatever they hold. NaN that a query sees is
-its result."""
+"""Keys and values that no query sees have no influence, whatever they hold.
+
+NaN that a query sees is its result.
+"""
 
 from __future__ import annotations
 
