@@ -1,4 +1,8 @@
-"""Formulas as SVG, drawn when the site is built: no script, no network and no math font."""
+"""Formulas as SVG, drawn by ziamath when the site is built.
+
+A reader needs no script, no network and no math font. MathJax and KaTeX want the first two, and
+MathML looks wrong without the last.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from sphinx.writers.html5 import HTML5Translator
 SIZE = 17  # pixels, for text of 16
 
 ziamath.config.svg2 = False  # outlines in every formula: readers disagree about shared symbols
+ziamath.config.precision = 2  # digits of a pixel
 
 
 def drawn(latex: str, *, inline: bool) -> str:

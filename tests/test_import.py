@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[1]
 OPTIONAL = ("triton", "transformers", "rich", "matplotlib", "gguf", "accelerate", "huggingface_hub")
 
-BLOCK = f"import sys\nfor name in {OPTIONAL!r}: sys.modules[name] = None\n"
+# PyTorch works without NumPy, too, with a warning.
+BLOCK = f"import sys\nfor name in {(*OPTIONAL, 'numpy')!r}: sys.modules[name] = None\n"
 
 CALLS = """
 import torch, flashtile
@@ -107,6 +108,20 @@ except AttributeError as error:
     print(error)
 """
 
+TWO_RANKS = """
+from flashtile.distributed import ContextParallel
+from flashtile.testing.wires import run_ranks
+q = torch.randn(1, 32, 4, 8)
+mask = flashtile.BlockMask.from_dense(torch.ones(32, 32).tril().bool(), (8, 8))
+def attend(comm):
+    parallel = ContextParallel.over(comm)
+    layout = parallel.layout(seq_len=32)
+    out = parallel.attention(*[layout.shard(q)] * 3, layout, block_mask=mask)
+    return layout.unshard(out)
+want = flashtile.attention(q, q, q, block_mask=mask)
+print(*(torch.allclose(out, want, atol=1e-5) for out in run_ranks(2, attend)))
+"""
+
 
 def run(code: str, *paths: Path) -> list[str]:
     """The lines that `code` prints in a fresh process, with `paths` in front on its path."""
@@ -137,13 +152,13 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def blocked() -> list[str]:
-    """What a process without the optional packages says of calls, then of submodules."""
-    return run(BLOCK + CALLS + SUBMODULES)
+    """What a process without the optional packages says of calls, of submodules, and of ranks."""
+    return run(BLOCK + CALLS + SUBMODULES + TWO_RANKS)
 
 
 def test_calls_work_with_optional_packages_blocked(blocked):
     """Also the first call of a process when it is a compiled one."""
-    assert blocked[:2] == ["True True"] * 2
+    assert blocked[:2] == ["True True"] * 2 and blocked[3] == "True True"
 
 
 def test_a_score_function_imports_no_compiler(imported):

@@ -100,7 +100,7 @@ def all_gather_objects(comm: Communicator, record: Mapping[str, Any]) -> list[di
     if len(text) > RECORD_BYTES and "error" in record:
         text = json.dumps({**record, "error": record["error"][: RECORD_BYTES // 4]})
     written = torch.frombuffer(bytearray(text.encode().ljust(RECORD_BYTES)), dtype=torch.uint8)
-    return [json.loads(x.numpy().tobytes()) for x in comm.all_gather(written)]
+    return [json.loads(bytes(x.tolist())) for x in comm.all_gather(written)]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -12,12 +12,15 @@ Every way gives each rank the same number of tokens, up to one grain for each do
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from math import ceil
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from ..call import checks
 from ..call.options import WindowSize
@@ -136,6 +139,12 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
+def _bytes(kinds: Tensor) -> bytes:
+    """The values of a tensor on the CPU. NumPy would copy them, too, but need not be installed."""
+    kinds = kinds.contiguous()
+    return ctypes.string_at(kinds.data_ptr(), kinds.nbytes)
+
+
 class TileMap(NamedTuple):
     """The tiles of a block mask that some head sees. Tiles count from the first query and the first
     key of a document, of which a rank may hold parts that begin at multiples of the tile."""
@@ -152,7 +161,7 @@ class TileMap(NamedTuple):
         kinds = mask.kinds
         # On the CPU the values themselves are compared, because NumPy and `.data` change them
         # without a new version. On a GPU only the version is: the rest would have to be waited for.
-        state = kinds._version if kinds.is_cuda else kinds.numpy().tobytes()
+        state = kinds._version if kinds.is_cuda else _bytes(kinds)
         entry = _tile_maps.get(mask)
         if entry is None or entry[0] != state:
             entry = _tile_maps[mask] = state, cls._read(mask)
@@ -167,7 +176,7 @@ class TileMap(NamedTuple):
             for document in seen
         )
         sizes = repr((mask.tile_size, tuple(kinds.shape))).encode()
-        digest = hashlib.sha256(sizes + kinds.contiguous().numpy().tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(sizes + _bytes(kinds)).hexdigest()[:12]
         return cls(*mask.tile_size, columns, digest)
 
     def shared(self) -> TileMap:
