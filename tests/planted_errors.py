@@ -34,6 +34,38 @@ SHORT = "tests/kernels/test_interpreter_short.py::test_forward_and_backward -k"
 
 TRITON: list[Planted] = [
     Planted(
+        "triton: a row of NaN",
+        "forward_kernel",
+        "row_sum != 0.0",
+        "row_sum > 0.0",
+        "tests/kernels/test_interpreter_hidden_keys.py -k 'nan_in and tiles'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: a row of NaN in parts",
+        "merge_kernel",
+        "row_sum != 0.0",
+        "row_sum > 0.0",
+        "tests/kernels/test_interpreter_hidden_keys.py -k 'nan_in and parts'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: gradient of a row of NaN",
+        "recompute_p",
+        'stats.pivot != float("inf")',
+        'stats.pivot < float("inf")',
+        "tests/kernels/test_interpreter_hidden_keys.py -k 'nan_in and hidden'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: a short row of NaN",
+        "short_forward_kernel",
+        "row_sum != 0.0",
+        "row_sum > 0.0",
+        "tests/kernels/test_interpreter_hidden_keys.py -k 'nan_in and short'",
+        interpreted=True,
+    ),
+    Planted(
         "triton: right side of a window",
         "visible_keys",
         "p + mask.right + 1, positions",
@@ -441,6 +473,13 @@ HOPPER: list[Planted] = [
         "tl.where(o == 0.0, 0.0, o * do)",
         "o * do",
         "tests/hopper_kernels/test_hidden_keys_emulated.py -k 'rows_without and packed and keys'",
+    ),
+    Planted(
+        "hopper: a row of NaN",
+        "normalisation",
+        "row_sum != 0.0",
+        "row_sum > 0.0",
+        "tests/hopper_kernels/test_hidden_keys_emulated.py -k 'nan_in and packed'",
     ),
     Planted(
         "hopper: values of hidden keys",

@@ -57,9 +57,16 @@ CPU = [
     Planted(
         "a row without a key divides by zero",
         "forward",
-        "seen = l > 0\n        O_all",
+        "seen = l != 0  # NaN was seen\n        O_all",
         "seen = l >= 0\n        O_all",
         "tests/conformance/test_options.py -k 'test_options_together and dropout and partial'",
+    ),
+    Planted(
+        "a row whose scores are NaN counts as one without a key",
+        "forward",
+        "seen = l != 0  # NaN was seen\n        O_all",
+        "seen = l > 0\n        O_all",
+        "tests/conformance/test_hidden_keys.py -k 'nan_in_a_query and softcap'",
     ),
     Planted(
         "query heads of a group are taken side by side",
