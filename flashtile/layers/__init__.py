@@ -18,14 +18,4 @@ if TYPE_CHECKING:
         tensor_parallel,
     )
 else:
-    __getattr__, __dir__ = lazy.submodules(
-        __name__,
-        "activations",
-        "apply_rotary",
-        "dense",
-        "dropout_norm",
-        "norm",
-        "patch_embed",
-        "rotary",
-        "tensor_parallel",
-    )
+    __getattr__, __dir__ = lazy.submodules(__name__)

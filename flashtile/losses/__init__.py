@@ -7,4 +7,4 @@ from .. import lazy
 if TYPE_CHECKING:
     from . import cross_entropy
 else:
-    __getattr__, __dir__ = lazy.submodules(__name__, "cross_entropy")
+    __getattr__, __dir__ = lazy.submodules(__name__)

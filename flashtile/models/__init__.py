@@ -17,15 +17,4 @@ if TYPE_CHECKING:
         vit,
     )
 else:
-    __getattr__, __dir__ = lazy.submodules(
-        __name__,
-        "bert",
-        "checkpoints",
-        "decoding",
-        "families",
-        "generation",
-        "gpt",
-        "gpt_config",
-        "hugging_face",
-        "vit",
-    )
+    __getattr__, __dir__ = lazy.submodules(__name__)

@@ -7,14 +7,4 @@ from .. import lazy
 if TYPE_CHECKING:
     from . import alibi, attend, block, embedding, flash_attention, inference, mha, mlp
 else:
-    __getattr__, __dir__ = lazy.submodules(
-        __name__,
-        "alibi",
-        "attend",
-        "block",
-        "embedding",
-        "flash_attention",
-        "inference",
-        "mha",
-        "mlp",
-    )
+    __getattr__, __dir__ = lazy.submodules(__name__)
