@@ -23,20 +23,21 @@ _SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 Group = Any  # torch.distributed.ProcessGroup, which is missing where PyTorch is built without it
 
 
-def _first_of(names: tuple[str, ...]) -> Callable[..., Any]:
-    return next(getattr(distributed, name) for name in names if hasattr(distributed, name))
+def _collected(
+    names: tuple[str, ...], x: Tensor, rows: int, group: Group, async_op: bool
+) -> tuple[Tensor, Any]:
+    """The result, which has so many rows, of the first function that PyTorch has."""
+    function = next(getattr(distributed, name) for name in names if hasattr(distributed, name))
+    output = x.new_empty(rows, *x.shape[1:])
+    return output, function(output, x.detach().contiguous(), group=group, async_op=async_op)
 
 
 def all_gather_raw(
     input_: Tensor, process_group: Group, async_op: bool = False
 ) -> tuple[Tensor, Any]:
     """(the processes' rows one after the other, a handle to wait for), without gradient."""
-    world = distributed.get_world_size(process_group)
-    output = input_.new_empty(world * input_.shape[0], *input_.shape[1:])
-    gather = _first_of(_GATHER)
-    return output, gather(
-        output, input_.detach().contiguous(), group=process_group, async_op=async_op
-    )
+    rows = input_.shape[0] * distributed.get_world_size(process_group)
+    return _collected(_GATHER, input_, rows, process_group, async_op)
 
 
 def reduce_scatter_raw(
@@ -50,11 +51,7 @@ def reduce_scatter_raw(
     rows, world = input_.shape[0], distributed.get_world_size(process_group)
     if rows % world:
         raise ValueError(f"input_: got {rows} rows, want a multiple of the {world} processes")
-    output = input_.new_empty(rows // world, *input_.shape[1:])
-    scatter = _first_of(_SCATTER)
-    return output, scatter(
-        output, input_.detach().contiguous(), group=process_group, async_op=async_op
-    )
+    return _collected(_SCATTER, input_, rows // world, process_group, async_op)
 
 
 def all_reduce_raw(
@@ -144,13 +141,37 @@ def local_size(dim: int, process_group: Group | None, multiple_of: int = 1) -> i
     return get_dim_for_local_rank(dim, world, rank, multiple_of)
 
 
-def _local_features(name: str, features: int, process_group: Group, multiple_of: int) -> int:
-    if features % multiple_of:
-        raise ValueError(f"{name}: got {features}, want a multiple of multiple_of={multiple_of}")
-    return local_size(features, process_group, multiple_of)
+class _ParallelLinear(nn.Linear):
+    """A linear layer of which each process has a part; `_divided` names the features that are."""
+
+    _divided: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes = {"in_features": in_features, "out_features": out_features}
+        whole = sizes[self._divided]
+        if whole % multiple_of:
+            raise ValueError(
+                f"{self._divided}: got {whole}, want a multiple of multiple_of={multiple_of}"
+            )
+        sizes[self._divided] = local_size(whole, process_group, multiple_of)
+        if self._divided == "in_features":  # the results are added up, the bias once
+            bias = bias and distributed.get_rank(process_group) == 0
+        super().__init__(**sizes, bias=bias, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer of which each process has some output features.
 
     Args:
@@ -164,57 +185,21 @@ class ColumnParallelLinear(nn.Linear):
         ValueError: out_features is no multiple of multiple_of.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        process_group: Group,
-        bias: bool = True,
-        sequence_parallel: bool = True,
-        multiple_of: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        local = _local_features("out_features", out_features, process_group, multiple_of)
-        super().__init__(in_features, local, bias, device, dtype)
-        self.process_group = process_group
-        self.sequence_parallel = sequence_parallel
+    _divided = "out_features"
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., this process's output features), of all rows."""
         return super().forward(shared(x, self.process_group, self.sequence_parallel))
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer of which each process has some input features; the first has the bias.
 
-    Args:
-        in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``, over all
-            processes.
-        process_group: of torch.distributed.
-        sequence_parallel: the result is this process's part of the rows.
-        multiple_of: each process's input features are a multiple of this.
-
-    Raises:
-        ValueError: in_features is no multiple of multiple_of.
+    The arguments are those of `ColumnParallelLinear`; here sequence_parallel says what the result
+    is, and multiple_of, and the ValueError, are of the input features.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        process_group: Group,
-        bias: bool = True,
-        sequence_parallel: bool = True,
-        multiple_of: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        local = _local_features("in_features", in_features, process_group, multiple_of)
-        bias = bias and distributed.get_rank(process_group) == 0
-        super().__init__(local, out_features, bias, device, dtype)
-        self.process_group = process_group
-        self.sequence_parallel = sequence_parallel
+    _divided = "in_features"
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., this process's input features) -> (..., out_features)."""

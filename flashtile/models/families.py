@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .transformers_config import copied, rope, want
+
 
 class _Table(NamedTuple):
-    copied: str  # names of attributes that both configs have, or ours=theirs
+    names: str  # of attributes that `transformers_config.copied` takes
     fixed: dict[str, Any]  # attributes that all models of the family share
 
 
@@ -88,34 +90,14 @@ _TABLES = {
 def _converted(family: str, config: Any, **computed: Any) -> Any:
     from transformers import GPT2Config
 
-    pairs = [name.partition("=") for name in (_EVERY + _TABLES[family].copied).split()]
-    copied = {ours: getattr(config, theirs or ours, None) for ours, _, theirs in pairs}
-    arguments: dict[str, Any] = copied | _TABLES[family].fixed | computed
+    names, fixed = _TABLES[family]
+    arguments: dict[str, Any] = copied(config, _EVERY + names) | fixed | computed
     return GPT2Config(**arguments)
-
-
-def _rope(config: Any, name: str, default: float) -> float:
-    """A number that newer releases of transformers keep in a dictionary.
-
-    Raises:
-        ValueError: the frequencies are scaled.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
-        raise ValueError(f"rope_parameters: got rope_type {kind!r}, want 'default'")
-    old = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}[name]
-    return getattr(config, old, rope.get(name, default))
-
-
-def _want(config: Any, name: str, wanted: Any) -> None:
-    if getattr(config, name, wanted) != wanted:
-        raise ValueError(f"{name}: got {getattr(config, name)!r}, want {wanted!r}")
 
 
 def llama_config_to_gpt2_config(llama_config: Any) -> Any:
     """Of a LlamaConfig; the weights' rotary pairs become neighbours, as in Meta's own files."""
-    base = _rope(llama_config, "rope_theta", 10000.0)
+    base = rope(llama_config, "rope_theta", 10000.0)
     return _converted("llama", llama_config, rotary_emb_base=base)
 
 
@@ -136,8 +118,8 @@ def baichuan_config_to_gpt2_config(baichuan_config: Any) -> Any:
 
 def opt_config_to_gpt2_config(opt_config: Any) -> Any:
     """Of an OPTConfig; raises ValueError for layerdrop and norms without weights."""
-    _want(opt_config, "layerdrop", 0.0)
-    _want(opt_config, "layer_norm_elementwise_affine", True)
+    want(opt_config, "layerdrop", 0.0)
+    want(opt_config, "layer_norm_elementwise_affine", True)
     width = opt_config.word_embed_proj_dim
     return _converted(
         "opt",
@@ -148,7 +130,7 @@ def opt_config_to_gpt2_config(opt_config: Any) -> Any:
 
 def falcon_config_to_gpt2_config(falcon_config: Any) -> Any:
     """Of a FalconConfig; raises ValueError for ALiBi, which Falcon scales in its own way."""
-    _want(falcon_config, "alibi", False)
+    want(falcon_config, "alibi", False)
     is_new = getattr(falcon_config, "new_decoder_architecture", False)
     one_norm = getattr(falcon_config, "num_ln_in_parallel_attn", None) == 1 or not is_new
     heads = falcon_config.num_attention_heads
@@ -162,7 +144,7 @@ def falcon_config_to_gpt2_config(falcon_config: Any) -> Any:
         n_inner=getattr(falcon_config, "ffn_hidden_size", 4 * falcon_config.hidden_size),
         n_head_kv=heads,
         parallel_block_tied_norm=falcon_config.parallel_attn and one_norm,
-        rotary_emb_base=_rope(falcon_config, "rope_theta", 10000.0),
+        rotary_emb_base=rope(falcon_config, "rope_theta", 10000.0),
         **dict.fromkeys(_BIASES, falcon_config.bias),
     )
 
@@ -178,14 +160,14 @@ def gpt_neox_config_to_gpt2_config(gpt_neox_config: Any) -> Any:
     return _converted(
         "gpt_neox",
         gpt_neox_config,
-        rotary_emb_fraction=_rope(gpt_neox_config, "partial_rotary_factor", 0.25),
-        rotary_emb_base=_rope(gpt_neox_config, "rope_theta", 10000.0),
+        rotary_emb_fraction=rope(gpt_neox_config, "partial_rotary_factor", 0.25),
+        rotary_emb_base=rope(gpt_neox_config, "rope_theta", 10000.0),
     )
 
 
 def bigcode_config_to_gpt2_config(bigcode_config: Any) -> Any:
     """Of a GPTBigCodeConfig with one key head, which the state dict repeats for all query heads."""
-    _want(bigcode_config, "multi_query", True)
+    want(bigcode_config, "multi_query", True)
     return _converted("gpt_bigcode", bigcode_config)
 
 

@@ -76,7 +76,7 @@ class GPTPreTrainedModel(nn.Module):
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.config = _own_config(config)
+        self.config = GPTConfig.from_transformers(config)
 
     @classmethod
     def from_pretrained(
@@ -452,10 +452,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         return 6.0 * self.num_parameters(embeddings=False) + attention
 
 
-def _own_config(config: Any) -> GPTConfig:
-    return config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
-
-
 def create_mixer_cls(
     config: Any,
     layer_idx: int | None = None,
@@ -468,7 +464,7 @@ def create_mixer_cls(
     """The function that makes a layer's attention from `config.hidden_size`; arguments and errors
     of `create_block`.
     """
-    config = _own_config(config)
+    config = GPTConfig.from_transformers(config)
     scale = config.softmax_scale
     if config.scale_attn_by_inverse_layer_idx:
         if layer_idx is None:
@@ -514,7 +510,7 @@ def create_mlp_cls(
     """The function that makes a layer's MLP from `config.hidden_size`; arguments and errors of
     `create_block`.
     """
-    config = _own_config(config)
+    config = GPTConfig.from_transformers(config)
     make: Any = partial(GatedMlp, multiple_of=1) if config.gated else Mlp
     if process_group is not None:
         make = partial(ParallelGatedMlp, multiple_of=1) if config.gated else ParallelMLP
@@ -549,7 +545,7 @@ def create_block(
     Raises:
         ValueError: `config` does not fit.
     """
-    config = _own_config(config)
+    config = GPTConfig.from_transformers(config)
     kind = {"tied_norm": config.tied_norm} if config.parallel_block else {"prenorm": config.prenorm}
     block: Any = (ParallelBlock if config.parallel_block else Block)(
         config.hidden_size,

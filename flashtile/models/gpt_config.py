@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 from . import families
-from .flash_attn_config import added_fields
+from .transformers_config import GATED, gpt2_fields, llama_fields
 
 POSITIONS = ("learned", "rotary", "alibi", "none")
 NORMS = ("layer_norm", "rms_norm")
-GATED = ("swiglu", "geglu", "glu")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "sqrelu", *GATED)
+DROPOUTS = ("embedding_dropout", "residual_dropout", "attention_dropout")
+# Numbers that need not be positive; all others are, if they are given.
+ANY_SIGN = ("softcap", "embedding_multiplier", "output_multiplier", *DROPOUTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class GPTConfig:
     @classmethod
     def from_transformers(cls, config: Any) -> GPTConfig:
         """Convert a config of transformers: of GPT-2, Llama, Mistral, OPT, Falcon, GPT-J, GPT-NeoX,
-        GPT-BigCode, BTLM or Baichuan.
+        GPT-BigCode, BTLM or Baichuan. A GPTConfig is returned as it is.
 
         A GPT2Config may have flash-attn's additional attributes, such as `rotary_emb_fraction`,
         `n_head_kv`, `rms_norm` and `parallel_block`.
@@ -137,13 +138,17 @@ class GPTConfig:
             ValueError: `config` is of another model, or has an option that `GPTConfig` lacks; the
                 message names it.
         """
-        readers = {"gpt2": _from_gpt2, "llama": _from_llama, "mistral": _from_llama}
-        readers |= {family: partial(_from_other, family) for family in families.CONVERSIONS}
+        if isinstance(config, GPTConfig):
+            return config
         model_type = getattr(config, "model_type", type(config).__name__)
-        if model_type not in readers:
-            wanted = ", ".join(readers)
+        if model_type in ("llama", "mistral"):
+            return cls.llama(**llama_fields(config))
+        if model_type in families.CONVERSIONS:
+            config = families.CONVERSIONS[model_type](config)
+        elif model_type != "gpt2":
+            wanted = ", ".join(("gpt2", "llama", "mistral", *families.CONVERSIONS))
             raise ValueError(f"config: got model_type {model_type!r}, want one of {wanted}")
-        return cls(**readers[model_type](config))
+        return cls(**gpt2_fields(config))
 
     @property
     def kv_heads(self) -> int:
@@ -196,6 +201,9 @@ class GPTConfig:
                 isinstance(value, bool) != (kind == "bool")
             ):
                 raise TypeError(f"{field.name}: got {value!r}, want {kind}")
+            is_number = kind.startswith(("int", "float")) and value is not None
+            if is_number and field.name not in ANY_SIGN and not value > 0:
+                raise ValueError(f"{field.name}: must be positive, got {value}")
         if len(self.window_size) != 2 or not all(
             isinstance(side, int) for side in self.window_size
         ):
@@ -210,10 +218,7 @@ class GPTConfig:
             if getattr(self, name) not in choices:
                 wanted = ", ".join(choices)
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, want one of {wanted}")
-        for name in _POSITIVE:
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name}: must be positive, got {getattr(self, name)}")
-        for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
+        for name in DROPOUTS:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, want 0 <= p < 1")
         if self.softcap < 0.0:
@@ -242,109 +247,3 @@ class GPTConfig:
                 f"rotary_fraction: {self.rotary_fraction} of head_dim {self.head_size} are "
                 f"{self.rotary_dim} features; want a positive even number"
             )
-
-
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-    "rotary_base",
-    "rotary_fraction",
-    "rotary_scale_base",
-    "norm_eps",
-    "softmax_scale",
-    "word_embed_proj_dim",
-    "initializer_range",
-    "width_scale",
-)
-
-# Activations of transformers -> ours, for a plain MLP; `_GATED_ACTIVATIONS` for a gated one.
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-# Activations that only flash-attn accepts in a GPT2Config.
-_FLASH_ATTN_ACTIVATIONS = {
-    "gelu_fast": "gelu_tanh",
-    "gelu_approx": "gelu_tanh",
-    "swiglu": "swiglu",
-    "geglu": "geglu",
-    "glu": "glu",
-    "sqrelu": "sqrelu",
-}
-_GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-
-
-def _from_gpt2(config: Any) -> dict[str, Any]:
-    """Fields of a GPT2Config."""
-    _want(config, "add_cross_attention", False)
-    activation = _lookup("activation_function", config, _ACTIVATIONS | _FLASH_ATTN_ACTIVATIONS)
-    return added_fields(config, activation, activation in GATED) | {
-        "hidden_size": config.n_embd,
-        "num_layers": config.n_layer,
-        "num_heads": config.n_head,
-        "norm_eps": config.layer_norm_epsilon,
-        "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "embedding_dropout": config.embd_pdrop,
-        "residual_dropout": config.resid_pdrop,
-        "attention_dropout": config.attn_pdrop,
-        "initializer_range": config.initializer_range,
-    }
-
-
-def _from_other(family: str, config: Any) -> dict[str, Any]:
-    """Fields of a config that a GPT2Config with flash-attn's attributes describes."""
-    return _from_gpt2(families.CONVERSIONS[family](config))
-
-
-def _from_llama(config: Any) -> dict[str, Any]:
-    """Fields of a LlamaConfig or MistralConfig."""
-    # Before transformers 5 the base was a separate field, and the dictionary was `rope_scaling`.
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope_parameters: got rope_type {kind!r}, want 'default'")
-    window = getattr(config, "sliding_window", None)  # counts the query itself
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None),
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "position": "rotary",
-        "rotary_base": rope.get("rope_theta", getattr(config, "rope_theta", 10000.0)),
-        "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
-        "norm": "rms_norm",
-        "norm_eps": config.rms_norm_eps,
-        "activation": _lookup("hidden_act", config, _GATED_ACTIVATIONS),
-        "attention_bias": getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.initializer_range,
-    }
-
-
-def _lookup(name: str, config: Any, names: dict[str, str]) -> str:
-    """flashtile's name of an activation."""
-    value = getattr(config, name)
-    if value not in names:
-        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(names)}")
-    return names[value]
-
-
-def _want(config: Any, name: str, wanted: bool) -> None:
-    if getattr(config, name, wanted) != wanted:
-        raise ValueError(f"{name}: got {not wanted}; this model supports only {wanted}")

@@ -338,7 +338,7 @@ def remap(state_dict: StateDict, config: Any, *, family: str) -> StateDict:
     """`state_dict_from_transformers` for a GPT2Config with flash-attn's attributes, with words
     padded as it says; the names in `flash_attn.models` are this function with their family.
     """
-    own = config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
+    own = GPTConfig.from_transformers(config)
     return padded(state_dict_from_transformers(state_dict, own, family, strict=False), own)
 
 
@@ -354,7 +354,7 @@ def padded(state_dict: StateDict, config: GPTConfig) -> StateDict:
 
 def remap_back(state_dict: StateDict, config: Any, *, family: str) -> StateDict:
     """The inverse of `remap`, with words padded as the config says."""
-    own = config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
+    own = GPTConfig.from_transformers(config)
     return state_dict_to_transformers(state_dict, own, family)
 
 

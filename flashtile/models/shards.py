@@ -30,7 +30,7 @@ def shard_state_dict_tp(
     Raises:
         ValueError: words or positions cannot be divided equally.
     """
-    config = _own(config)
+    config = GPTConfig.from_transformers(config)
     for name in list(state_dict):
         shares = _shares(name, config, world_size)
         if shares is not None:
@@ -44,7 +44,7 @@ def shard_state_dict_tp(
 
 def combine_state_dicts_tp(state_dicts: list[StateDict], config: Any) -> StateDict:
     """The inverse of `shard_state_dict_tp`: the whole of all processes' state dicts, in order."""
-    config, whole = _own(config), dict(state_dicts[0])
+    config, whole = GPTConfig.from_transformers(config), dict(state_dicts[0])
     for name in whole:
         shares = _shares(name, config, len(state_dicts))
         if shares is not None:
@@ -52,10 +52,6 @@ def combine_state_dicts_tp(state_dicts: list[StateDict], config: Any) -> StateDi
             x = torch.cat([state_dict[name] for state_dict in state_dicts], dim)
             whole[name] = x.index_select(dim, torch.cat(indices).argsort().to(x.device))
     return whole
-
-
-def _own(config: Any) -> GPTConfig:
-    return config if isinstance(config, GPTConfig) else GPTConfig.from_transformers(config)
 
 
 def _is_of_first(name: str) -> bool:

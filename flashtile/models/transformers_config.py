@@ -1,0 +1,171 @@
+"""Configs of transformers as fields of a `GPTConfig`: a Llama's, and a GPT-2's, perhaps with
+flash-attn's additions.
+
+``flash_attn.models.gpt`` reads attributes that transformers' ``GPT2Config`` does not declare.
+Attributes that only choose a kernel change no result; they are named as `kernel_hints` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernel_hints import ignored
+
+_KERNELS = (
+    "use_flash_attn",
+    "fused_mlp",
+    "fused_bias_fc",
+    "fused_dense_sqrelu_dense",
+    "fused_dropout_add_ln",
+    "mlp_checkpoint_lvl",
+)
+GATED = ("swiglu", "geglu", "glu")
+_GATED_MULTIPLE = 128  # flash-attn rounds the width of a gated MLP up to a multiple of this
+# Activations of a GPT2Config -> ours; the last lines are those that only flash-attn accepts.
+_GPT2_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    **dict.fromkeys(("gelu_fast", "gelu_approx"), "gelu_tanh"),
+    **{name: name for name in (*GATED, "sqrelu")},
+}
+_LLAMA_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+
+# Names of fields, for `copied`; the last four lines are flash-attn's.
+_GPT2 = """
+    hidden_size=n_embd num_layers=n_layer num_heads=n_head norm_eps=layer_norm_epsilon
+    scale_attn_by_inverse_layer_idx tie_word_embeddings initializer_range
+    embedding_dropout=embd_pdrop residual_dropout=resid_pdrop attention_dropout=attn_pdrop
+    num_kv_heads=n_head_kv head_dim lm_head_bias norm_head word_embed_proj_dim prenorm
+    parallel_block tied_norm=parallel_block_tied_norm dwconv=attn_dwconv window_size
+    residual_in_fp32 sequence_parallel width_scale=mup_width_scale
+    embedding_multiplier=mup_embeddings_multiplier output_multiplier=mup_output_multiplier
+"""
+_ROTARY = """
+    rotary_fraction=rotary_emb_fraction rotary_base=rotary_emb_base
+    rotary_interleaved=rotary_emb_interleaved rotary_scale_base=rotary_emb_scale_base
+"""
+_LLAMA = """
+    vocab_size hidden_size num_layers=num_hidden_layers num_heads=num_attention_heads
+    num_kv_heads=num_key_value_heads head_dim intermediate_size max_position_embeddings
+    norm_eps=rms_norm_eps attention_bias mlp_bias tie_word_embeddings attention_dropout
+    initializer_range
+"""
+
+
+def copied(config: Any, names: str) -> dict[str, Any]:
+    """The attributes of `config` that it has: `names` are ours, or ours=theirs."""
+    pairs = [name.partition("=") for name in names.split()]
+    known = {ours: theirs or ours for ours, _, theirs in pairs}
+    return {ours: getattr(config, name) for ours, name in known.items() if hasattr(config, name)}
+
+
+def want(config: Any, name: str, wanted: Any) -> None:
+    """Raise ValueError if `config` has an attribute of another value."""
+    if getattr(config, name, wanted) != wanted:
+        raise ValueError(f"{name}: got {getattr(config, name)!r}, want {wanted!r}")
+
+
+def rope(config: Any, name: str, default: float) -> float:
+    """`rope_theta` or `partial_rotary_factor`, which releases of transformers keep in different
+    places, and Meta's files and older GPT-NeoX under other names.
+
+    Raises:
+        ValueError: the frequencies are scaled.
+    """
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"rope_parameters: got rope_type {kind!r}, want 'default'")
+    other = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}[name]
+    return getattr(config, other, given.get(name, getattr(config, name, default)))
+
+
+def llama_fields(config: Any) -> dict[str, Any]:
+    """Fields for a LlamaConfig or MistralConfig."""
+    window = getattr(config, "sliding_window", None)  # counts the query itself
+    return copied(config, _LLAMA) | {
+        "rotary_base": rope(config, "rope_theta", 10000.0),
+        "rotary_fraction": rope(config, "partial_rotary_factor", 1.0),
+        "activation": _activation("hidden_act", config, _LLAMA_ACTIVATIONS),
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+    }
+
+
+def gpt2_fields(config: Any) -> dict[str, Any]:
+    """Fields for a GPT2Config.
+
+    Raises:
+        ValueError: `GPTModel` does not support an attribute's value; the message names both.
+    """
+    ignored("GPT2Config", **{name: getattr(config, name, None) for name in _KERNELS})
+    want(config, "add_cross_attention", False)
+    activation = _activation("activation_function", config, _GPT2_ACTIVATIONS)
+    multiple = getattr(config, "pad_vocab_size_multiple", 1)
+    width = config.n_inner
+    if activation in GATED:
+        step = getattr(config, "mlp_multiple_of", _GATED_MULTIPLE)
+        wanted = 8 * config.hidden_size // 3 if width is None else width
+        width = -(-wanted // step) * step
+    fields = {
+        "vocab_size": -(-config.vocab_size // multiple) * multiple,
+        "intermediate_size": width,
+        "norm": "rms_norm" if getattr(config, "rms_norm", False) else "layer_norm",
+        "activation": activation,
+        "attention_bias": _both(config, "qkv_proj_bias", "out_proj_bias"),
+        "mlp_bias": _both(config, "mlp_fc1_bias", "mlp_fc2_bias"),
+        "softmax_scale": _softmax_scale(config),
+    }
+    return copied(config, _GPT2) | fields | _positions(config)
+
+
+def _activation(name: str, config: Any, names: dict[str, str]) -> str:
+    """flashtile's name of an activation."""
+    value = getattr(config, name)
+    if value not in names:
+        raise ValueError(f"{name}: got {value!r}, want one of {', '.join(names)}")
+    return names[value]
+
+
+def _softmax_scale(config: Any) -> float | None:
+    """The factor on the scores, before it is divided by the number of a layer; None if usual."""
+    head_dim = getattr(config, "head_dim", None) or config.n_embd // config.n_head
+    multiplier = getattr(config, "mup_attn_multiplier", 1.0)
+    if not config.scale_attn_weights:
+        return multiplier
+    if getattr(config, "mup_scale_qk_dot_by_d", False):
+        return multiplier / head_dim
+    return None if multiplier == 1.0 else multiplier * head_dim**-0.5
+
+
+def _both(config: Any, first: str, second: str) -> bool:
+    """One value for two attributes of flash-attn, which must agree."""
+    choices = getattr(config, first, True), getattr(config, second, True)
+    if choices[0] != choices[1]:
+        raise ValueError(f"{first}, {second}: got {choices[0]} and {choices[1]}, want them equal")
+    return choices[0]
+
+
+def _positions(config: Any) -> dict[str, Any]:
+    """The one position encoding of a model; flash-attn may combine three of them."""
+    fraction = getattr(config, "rotary_emb_fraction", 0.0)
+    ways = {
+        "learned": ("n_positions", config.n_positions, config.n_positions > 0),
+        "rotary": ("rotary_emb_fraction", fraction, fraction > 0),
+        "alibi": ("use_alibi", True, getattr(config, "use_alibi", False)),
+    }
+    asked = [way for way, (_, _, is_asked) in ways.items() if is_asked]
+    if len(asked) > 1:
+        names = ", ".join(ways[way][0] for way in asked)
+        values = ", ".join(f"{ways[way][0]}={ways[way][1]}" for way in asked)
+        raise ValueError(
+            f"{names}: got {values}; want only one position encoding (pass n_positions=0 with "
+            "rotary or ALiBi)"
+        )
+    fields: dict[str, Any] = {"position": asked[0] if asked else "none"}
+    if config.n_positions > 0:
+        fields["max_position_embeddings"] = config.n_positions
+    if fraction > 0:
+        fields |= copied(config, _ROTARY)
+    return fields
