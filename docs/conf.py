@@ -75,8 +75,8 @@ html_title = f"flashtile {release}"
 html_static_path = ["_static", "traces"]
 html_css_files = ["pages.css"]
 html_show_sphinx = False
-pygments_style = "friendly"
-pygments_dark_style = "monokai"
+pygments_style = "a11y-light"
+pygments_dark_style = "a11y-dark"
 
 
 def run_examples(app: Sphinx, page: str, source: list[str]) -> None:

@@ -7,6 +7,7 @@ docs/examples/*.ipynb, which the pages offer for download.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import jupytext
@@ -27,7 +28,8 @@ def page(cells: list[dict[str, str]], name: str) -> str:
 
 def write_all(folder: Path) -> None:
     """One page and one notebook for each numbered example."""
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # examples may have other names now
+    folder.mkdir()
     for script in sorted((ROOT / "examples").glob("[0-9][0-9]_*.py")):
         notebook = jupytext.read(script)
         (folder / f"{script.stem}.md").write_text(page(notebook.cells, script.stem), "utf-8")

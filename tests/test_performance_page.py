@@ -32,6 +32,22 @@ def test_the_first_page_is_short_and_says_when() -> None:
         assert block.count("| --- |") == len(DATED.findall(block)) > 0, block
 
 
+NUMBER = re.compile(
+    r"\b\d[\d.]* to \d+\.\d|\b0\.\d|\b\d[\d.,]* (?:times|×|%|ns|µs|ms|TFLOP/s|MiB|GiB|tokens/s)"
+)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_no_number_stands_without_a_date(page: str) -> None:
+    """In a paragraph of words, or an entry of a list. The test above looks at the tables."""
+    text = GENERATED.sub("", (DOCS.parent / page).read_text())
+    paragraphs = re.split(r"\n\n|\n(?=- )", re.sub(r"```.*?```", "", text, flags=re.S))
+    measured = [paragraph for paragraph in paragraphs if NUMBER.search(paragraph)]
+    assert len(measured) >= 4
+    for paragraph in measured:
+        assert re.search(r"\b\d{4}-\d\d-\d\d\b", paragraph), paragraph
+
+
 @pytest.fixture
 def performance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(DOCS))
