@@ -69,6 +69,17 @@ def test_wide_pictures_get_a_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [image["uri"] for image in page.findall(nodes.image)] == list(sizes)
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("log/*.md")), ids=lambda page: page.stem)
+def test_logs_begin_with_the_newest_entry(page: Path):
+    dates = re.findall(r"^## .*(\d{4}-\d\d-\d\d)", page.read_text(), re.M)
+    assert dates == sorted(dates, reverse=True)
+
+
+def test_logs_are_short():
+    """One paragraph for each experiment; tables of superseded runs are in the history of a log."""
+    assert sum(len(page.read_text().split()) for page in DOCS.glob("log/*.md")) <= 22_000
+
+
 LINK = re.compile(r"\]\((?P<page>[\w./-]*\.md)?#(?P<anchor>[\w-]+)\)")
 HEADING = re.compile(r"^#{1,3} (?P<title>.+)$", re.M)
 
