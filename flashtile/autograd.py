@@ -242,13 +242,7 @@ def _run_backward(
 
 def _describe_backward(problem: AttentionProblem, operands: Operands) -> None:
     """The backward of a call, with tensors that have no memory."""
-
-    def like(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-    described = Operands(*map(like, operands))  # type: ignore[arg-type]  # its fields
+    described = operands.without_memory()
     out, lse = _fake_forward(*described, *problem.options)
     backends.BACKENDS[problem.options.backend].backward(problem, described, out, lse, out, None)
 

@@ -61,6 +61,16 @@ class Operands(NamedTuple):
     span_stops: Tensor | None = None
     captured_integers: Tensor | None = None  # (n,) int64, what `score_mod` reads
 
+    def without_memory(self) -> Operands:
+        """Tensors like these that only describe a call."""
+
+        def like(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+        return Operands(*map(like, self))  # type: ignore[arg-type]  # its fields
+
 
 def tile_operands(mask: BlockMask) -> dict[str, Tensor]:
     """The operands that hold a block mask, by name."""

@@ -377,6 +377,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_compilation.py::test_the_backward_compiles_with_the_forward",
     ),
     Planted(
+        "launchers of a first call, one after the other",
+        "_compile",
+        "launch.launcher(launch.compile())",
+        "launch.compile()",
+        "tests/hopper_kernels/test_compilation.py::test_launchers_are_made_at_the_same_time",
+    ),
+    Planted(
+        "ranks: later stages of a first call compile alone",
+        "_describe",
+        "if wants_grad:",
+        "if False:",
+        "tests/hopper_kernels/test_compilation.py -k 'over_ranks and triton'",
+    ),
+    Planted(
         "hopper: left window off by one",
         "masked",
         "visible = visible & (eight >= bounds(start - n0, LAYOUT))",

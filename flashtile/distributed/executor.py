@@ -12,6 +12,8 @@ them, which add them in float32, in the order of stages and ranks, so that resul
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,10 @@ from ..autograd import is_batched, refuse_second_derivative
 from ..backend_interface import Gradients
 from ..call import dispatch
 from ..dropout import BLOCK_KEYS
+from ..gpu.absent import AbsentGpu, representing
+from ..gpu.hardware import multiprocessors
+from ..gpu.next_pass import followed_by
+from ..lru import Memo
 from ..masks import Span
 from ..ops.merge.formula import merge
 from ..problem import (
@@ -49,11 +55,14 @@ from .plan import Plan
 from .schedule import Stage, Step
 
 
-def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    plan: Plan, operands: Operands, wants_grad: bool, bias_needs_grad: bool = False
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of the rank's own queries.
 
     Args:
         wants_grad: whether `backward` will follow, which the backend must support, too.
+        bias_needs_grad: as there.
         operands: the rank's own tokens, packed, with the padding of the plan: q (tokens, heads,
             head_dim), k and v; with `qv`, q also has its columns, and each call gets keys and
             values side by side; `bias` has all keys of the document in its last dimension;
@@ -83,7 +92,11 @@ def forward(plan: Plan, operands: Operands, wants_grad: bool) -> tuple[Tensor, T
         if step.has_call:
             step_operands = _operands(plan, operands, step, keys, values)
             problem = _problem(plan, step_operands, step, is_partial, is_partial or wants_grad)
-            if step.is_first:
+            if step is plan.steps[0] and problem.capability is not None:
+                settings = problem.capability, with_padding, wants_grad, bias_needs_grad
+                with followed_by(partial(_describe, plan, *settings)):
+                    _attend(problem, step_operands, (rows, statistics))
+            elif step.is_first:
                 _attend(problem, step_operands, (rows, statistics))
             else:
                 part_out, part_lse = _attend(problem, step_operands)
@@ -101,17 +114,15 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     bias_needs_grad: bool,
-    padding: tuple[int, int] = (0, 0),
-    has_shared_keys: bool = False,
 ) -> Gradients:
-    """Gradients of the rank's own tensors, from what `forward` returned: those of q, k and v in
-    their dtype if no sum of them is needed, all others in the dtype of lse.
-
-    Args:
-        padding: how many rows of zeros follow those of dq, and those of dk and dv.
-        has_shared_keys: whether the caller adds dk and dv to those of other ranks.
+    """Gradients of the rank's own tensors, from what `forward` got and returned, but without rows
+    of padding in `out` and `dout`: those of q, k and v in their dtype if no sum of them is needed,
+    all others in the dtype of lse. Zeros in padding.
     """
+    with_padding, operands = operands, plan.without_padding(operands)
     q, k, v = operands[:3]
+    padding = len(with_padding.q) - len(q), len(with_padding.k) - len(k)
+    has_shared_keys = plan.ulysses is not None and plan.ulysses.has_shared_keys
     steps = plan.steps
     has_one_call = len(steps) == 1 and steps[0].has_call
     # With one stage, one call computes each row of dq, so no sum has to be more precise.
@@ -166,6 +177,27 @@ def backward(
         else:
             last.add_to(dk, dv)
     return Gradients(all_dq, all_dk, all_dv, *shared)
+
+
+def _describe(
+    plan: Plan,
+    capability: tuple[int, int],
+    operands: Operands,
+    wants_grad: bool,
+    bias_needs_grad: bool,
+) -> None:
+    """A forward and its backward as on a GPU, with tensors that have no memory and no exchange."""
+    nobody: Any = SimpleNamespace(exchange=lambda *messages: DONE)
+    memo: Memo[Any, Any] | None = None if plan.memo is None else Memo(4 * len(plan.steps))
+    plan = plan._replace(comm=nobody, memo=memo)
+    gpu = AbsentGpu(capability, multiprocessors(operands.q.device))
+    described = operands.without_memory()
+    with representing(gpu):
+        out, lse = forward(plan, described, wants_grad, bias_needs_grad)
+        if wants_grad:
+            out = out[: lse.shape[1]]
+            dlse = lse if plan.wants_lse else None
+            backward(plan, described, out, lse, out, dlse, bias_needs_grad)
 
 
 def _attend(
@@ -482,6 +514,9 @@ def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
         row += stop - start
 
 
+_BIAS = Operands._fields.index("bias")
+
+
 class ContextAttention(torch.autograd.Function):
     """(plan, operands, precomputed (out, lse), the differentiable operands) -> (out, lse).
 
@@ -499,8 +534,9 @@ class ContextAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ulysses = plan.ulysses
         spread = operands if ulysses is None else ulysses.spread(operands)
+        needed = ctx.needs_input_grad
         if precomputed is None:
-            out, lse = forward(plan, spread, any(ctx.needs_input_grad))
+            out, lse = forward(plan, spread, any(needed), needed[3 + _BIAS])
         elif ulysses is None:
             out, lse = precomputed[0].clone(), precomputed[1].clone()
         else:
@@ -534,29 +570,23 @@ class _FirstDerivative(torch.autograd.Function):
         plan = ctx.plan
         ulysses, tokens = plan.ulysses, plan.tokens
         out, lse, *saved = ctx.saved_tensors
-        with_padding = Operands(*saved)
-        operands = plan.without_padding(with_padding)
+        operands = Operands(*saved)
         heads = out.shape[1] if ulysses is None else ulysses.heads[0]
         if dout is None:
             assert dlse is not None
             dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
         if plan.wants_lse and dlse is None:  # on this rank, perhaps not on the others
             dlse = lse.new_zeros(heads, dout.shape[0] if tokens is None else tokens[0])
-        padding = 0, 0
         if tokens is not None:
             out, dout = out[: tokens[0]], dout[: tokens[0]]
-            padding = len(with_padding.q) - tokens[0], len(with_padding.k) - tokens[1]
         if ulysses is not None:
             dout = ulysses.spread_out(dout)
             dlse = None if dlse is None else ulysses.spread_lse(dlse)
         needed = ctx.needs_input_grad[3:]
-        bias_needs_grad = needed[Operands._fields.index("bias")]
-        results = out, lse, dout, dlse
-        is_shared = ulysses is not None and ulysses.has_shared_keys
-        gradients = backward(plan, operands, *results, bias_needs_grad, padding, is_shared)
+        gradients = backward(plan, operands, out, lse, dout, dlse, needed[_BIAS])
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
-        found = zip(gradients, with_padding[:DIFFERENTIABLE], needed, strict=True)
+        found = zip(gradients, operands[:DIFFERENTIABLE], needed, strict=True)
         return tuple(
             g.to(x.dtype) if wanted and g is not None and x is not None else None
             for g, x, wanted in found

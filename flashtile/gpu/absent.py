@@ -1,12 +1,15 @@
-"""The GPU that is not here and for which `flashtile warmup --target` compiles kernels.
+"""A GPU that is not here, for which `flashtile warmup --target` compiles kernels, or on which a
+call is described with tensors that have no memory.
 
-While a thread has one, tensors on the CPU represent tensors on it: calls are described and planned
-as they would be there, and the kernels of their launches are compiled instead of launched.
+While a thread has one, its tensors represent tensors on it: calls are described and planned as they
+would be there, and their launches are not made.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -36,6 +39,16 @@ class _ThisThread(threading.local):
 
 
 current_target = _ThisThread()
+
+
+@contextmanager
+def representing(gpu: AbsentGpu) -> Iterator[None]:
+    """Inside the block, tensors of this thread represent tensors on `gpu`."""
+    current_target.gpu = gpu
+    try:
+        yield
+    finally:
+        current_target.gpu = None
 
 
 def capability_of(x: Tensor) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ..lru import Memo
-from .absent import AbsentGpu, current_target
+from .absent import AbsentGpu, current_target, representing
 from .launch import Launch, precompute_key
 from .next_pass import launches_of_next_pass
 
@@ -40,13 +40,15 @@ def compile_together(launches: Sequence[Launch]) -> None:
         return
     new = _new(launches)
     later = _new(launches_of_next_pass()) if new else {}
-    if len(new) + len(later) > 1:
-        count = len(new) + len(later)
-        with ThreadPoolExecutor(count, "flashtile-compile", _enter, (_device(),)) as threads:
-            started = [threads.submit(_compile, x) for x in (*new.values(), *later.values())]
-        for one in started[: len(new)]:  # the next pass raises its own errors
+    together = {**new, **later, **new}
+    if len(together) > 1:
+        with ThreadPoolExecutor(
+            len(together), "flashtile-compile", _enter, (_device(),)
+        ) as threads:
+            started = [threads.submit(_compile, x) for x in together.values()]
+        for one in started[: len(new)]:  # the passes that follow raise their own errors
             one.result()
-    for variant in (*new, *later):
+    for variant in together:
         _known[variant] = True
 
 
@@ -94,20 +96,17 @@ def compiling_for(gpu: AbsentGpu, wants: Callable[[str], Any]) -> Iterator[None]
 
     driver.set_active(AbsentDriver())
     knobs.compilation.store_binary_only = True
-    current_target.gpu = gpu
-    try:
-        with _Chosen(wants):
-            yield
-    finally:
-        current_target.gpu = None
+    with representing(gpu), _Chosen(wants):
+        yield
 
 
 def _compile(launch: Launch) -> None:
+    """Compile and load a kernel, and make its launcher, for which Triton 3.6 runs a C compiler."""
     # Two threads that parse Python at the same time may get this error, though rarely, in Python
     # before 3.13 (github.com/python/cpython/issues/106905). The launch itself is the last try.
     for _ in range(PARSER_TRIES):
         with suppress(SystemError):
-            launch.compile()
+            launch.launcher(launch.compile())
             return
 
 

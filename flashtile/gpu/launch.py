@@ -65,11 +65,11 @@ class Launch(NamedTuple):
         launcher = compiled[self.grid_of_three]
         return partial(with_scratch, launcher) if self.needs_scratch else launcher
 
-    def compile(self) -> None:
-        """Compile for the current device without launching."""
+    def compile(self) -> Any:
+        """Compile for the current device without launching; return the compiled kernel."""
         read_kernels_folder()
         precompute_key(self.kernel)
-        self.kernel.warmup(grid=self.grid, **self.arguments, **self._options())
+        return self.kernel.warmup(grid=self.grid, **self.arguments, **self._options())
 
     def _run(self) -> Any:
         read_kernels_folder()

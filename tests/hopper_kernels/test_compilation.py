@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Thread, get_ident
 from typing import Any
 
@@ -18,12 +19,14 @@ import triton.language as tl
 from triton import knobs
 
 from flashtile import attention, attention_varlen, clear_caches
+from flashtile.distributed import ContextParallel
 from flashtile.gpu import compilation, launch_cache
 from flashtile.gpu import next_pass as next_pass_module
 from flashtile.gpu.launch import Launch
 from flashtile.gpu.launch_cache import run_all
 
 from .fake_cuda import Driver, as_if_on_a_gpu, fake_driver
+from .silent_communicator import SilentCommunicator
 
 pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="needs the compiler")
 
@@ -107,15 +110,30 @@ def test_kernels_compile_at_the_same_time_and_start_in_order(driver, monkeypatch
     assert len(watch.threads) == 2 and get_ident() not in watch.threads
 
 
+def test_launchers_are_made_at_the_same_time(driver, monkeypatch):
+    """Triton 3.6 makes each with a C compiler."""
+    together, make = Barrier(2), driver.launcher_cls
+
+    def launcher(*args: Any) -> Any:
+        together.wait(timeout=60)
+        return make(*args)
+
+    monkeypatch.setattr(driver, "launcher_cls", launcher)
+    both, x = kernels(), torch.zeros(16)
+    with driver.launches() as made:
+        call(both, x)
+    assert sizes(made) == [2, 3]
+
+
 def test_a_parser_that_fails_in_a_thread_is_asked_again(driver, monkeypatch):
     """As Python's own may: see `compilation._compile`."""
     compile_, failures = Launch.compile, []
 
-    def fails_once(launch: Launch) -> None:
+    def fails_once(launch: Launch) -> Any:
         if not failures:
             failures.append(launch)
             raise SystemError("AST constructor recursion depth mismatch")
-        compile_(launch)
+        return compile_(launch)
 
     monkeypatch.setattr(Launch, "compile", fails_once)
     both, x = kernels(), torch.zeros(16)
@@ -196,6 +214,29 @@ def test_the_backward_compiles_with_the_forward(driver, monkeypatch, backend, is
         out.backward(torch.randn_like(out))
     assert "forward_kernel" in forward and len(forward) > 2
     assert made == []
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_all_kernels_of_a_call_over_ranks_compile_together(driver, monkeypatch, backend):
+    """Those of both stages of the second of two ranks, its own keys and those of the first one, and
+    those of the backward."""
+    made: list[str] = []
+    together: list[int] = []
+
+    def pool(count: int, *rest: Any) -> Any:
+        together.append(count)
+        return ThreadPoolExecutor(count, *rest)
+
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: made.append(src.name))
+    monkeypatch.setattr(compilation, "ThreadPoolExecutor", pool)
+    x = torch.randn(1, 256, 2, 96, dtype=torch.float16, requires_grad=True)
+    with as_if_on_a_gpu():
+        parallel = ContextParallel.over(SilentCommunicator(1, 2), stages=2)
+        layout = parallel.layout(seq_len=512, way="contiguous")
+        out = parallel.attention(x, x, x, layout=layout, causal=True, backend=backend)
+        out.backward(torch.randn_like(out))
+    assert together == [len(made)]
+    assert made.count("forward_kernel") == 2
 
 
 def test_the_backward_of_a_known_forward_is_not_described(driver, monkeypatch):

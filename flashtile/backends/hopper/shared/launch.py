@@ -55,8 +55,8 @@ def tile_counter(device: torch.device) -> Tensor:
     """Two zeros on the current device, which every launch resets to zero. Launches on one stream
     run one after another, so they share the counter.
     """
-    is_here = current_target.gpu is None
-    if is_here and torch.cuda.is_current_stream_capturing():  # a graph may run beside its stream
+    # A graph may run beside its stream.
+    if current_target.gpu is not None or torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, driver.active.get_current_stream(device.index)
     counter = _counters.get(key)
