@@ -2,15 +2,15 @@
 
 Eager, ``torch.compile``, ``torch.export`` and CUDA graphs all reach a backend through
 ``torch.ops.flashtile.attention_forward`` and ``attention_backward``, which are opaque to tracers
-and have fakes. The backward is a separate Function, so that a second derivative raises an error
-instead of silently being zero.
+and have fakes. The backward is a separate Function, so that it can be differentiated again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn, get_type_hints
+from importlib import import_module
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -94,15 +94,14 @@ def attend(
         operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
     transforms = is_transformed()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
-    if forward_mode:
-        refuse_forward_mode(operands)
-    if transforms:  # which wants nothing written in place
+    if transforms or forward_mode:  # which want nothing written in place
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
     seen = operands if forward is None else ()
     if (
         compiling
         or transforms
+        or forward_mode
         or operands.q.is_meta
         or _is_observed(seen)
         # Memory that holds numbers with the opposite sign, as that of the imaginary part of a
@@ -116,8 +115,9 @@ def attend(
         options = problem.options
         if not compiling:
             flops.register_when_counting()
-        if transforms or problem.needs_grad:
-            return AttentionFunction.apply(*operands, *options)
+        if transforms or forward_mode or problem.needs_grad:
+            function = AttentionFunction if compiling else DualAttention
+            return function.apply(*operands, *options)
         if operands.workspace is not None:
             return ops.attention_forward_in_workspace(*operands, *options)
         return ops.attention_forward(*operands, *options)
@@ -355,8 +355,28 @@ class AttentionFunction(torch.autograd.Function):
         return _one_by_one(AttentionFunction, info, in_dims, args), (0, 0)
 
 
+class DualAttention(AttentionFunction):
+    """`AttentionFunction` with a forward mode, which a compiler does not trace."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        AttentionFunction.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:_INPUTS])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        refuse_nested_forward_mode()
+        operands, options = Operands(*ctx.saved_tensors), Options(*ctx.options)
+        problem = AttentionProblem.of(operands, options)
+        return _higher().tangents(problem, operands, tangents[:DIFFERENTIABLE])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _one_by_one(DualAttention, info, in_dims, args), (0, 0)
+
+
 def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[Any, ...]:
-    """The needed gradients, computed by the op; differentiating them again raises an error."""
+    """The needed gradients, computed by the op; they can be differentiated again."""
     # Compiled graphs reject double backward themselves, and cannot trace a Function in a backward.
     compiling = torch.compiler.is_compiling()
     if not compiling:
@@ -433,7 +453,9 @@ _apply_directly = super(torch.autograd.Function, DirectAttention).apply
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
-    """The first derivative; its own derivative raises NotImplementedError."""
+    """The first derivative of attention in dout, dlse and the operands; out and lse, which come
+    between them, are functions of the operands.
+    """
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -441,11 +463,33 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        ctx.set_materialize_grads(False)
+        dout, dlse, _, _, _, *operands = inputs[: 5 + _INPUTS]
+        ctx.options = inputs[5 + _INPUTS :]
+        ctx.save_for_backward(dout, dlse, *operands)
+        ctx.save_for_forward(dout, dlse, *operands)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        refuse_second_derivative()
+    def backward(ctx: Any, *of_gradients: Any) -> Any:
+        problem, operands, cotangents = _differentiated_again(ctx)
+        given = _wanted(operands, of_gradients)
+        found, of_cotangents = _higher().second_derivative(problem, operands, cotangents, given)
+        dout, dlse = (*of_cotangents, None)[:2]
+        rest = len(ctx.needs_input_grad) - 5 - DIFFERENTIABLE
+        return dout, dlse, None, None, None, *found, *(None,) * rest
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_nested_forward_mode()
+        problem, operands, cotangents = _differentiated_again(ctx)
+        moved = tuple(
+            torch.zeros_like(x) if moved is None else moved
+            for x, moved in zip(cotangents, tangents, strict=False)
+        )
+        of_operands = tangents[5 : 5 + DIFFERENTIABLE]
+        found = _higher().gradient_tangents(problem, operands, cotangents, of_operands, moved)
+        # An empty tensor means "no such operand", as in the op.
+        return tuple(cotangents[0].new_empty(0) if x is None else x for x in found)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -464,21 +508,31 @@ def _one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[
     return tuple(torch.stack(results) for results in zip(*calls, strict=True))
 
 
-def refuse_second_derivative() -> NoReturn:
-    """Raise for what would differentiate a first derivative."""
-    raise NotImplementedError(
-        "flashtile: the second derivative of attention is not implemented; for double "
-        "backward use torch.nn.functional.scaled_dot_product_attention under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-    )
+def _differentiated_again(ctx: Any) -> tuple[AttentionProblem, Operands, tuple[Tensor, ...]]:
+    """The problem, the operands and the cotangents of a first derivative."""
+    dout, dlse, *rest = ctx.saved_tensors
+    operands = Operands(*rest)
+    problem = AttentionProblem.of(operands, Options(*ctx.options))
+    return problem, operands, (dout,) if dlse is None else (dout, dlse)
 
 
-def refuse_forward_mode(operands: Operands) -> None:
-    """Raise for a tensor with a tangent."""
-    for name, x in zip(Operands._fields, operands[:DIFFERENTIABLE], strict=False):
-        if x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                f"{name}: got a forward-mode tangent (torch.func.jvp), which flashtile does not "
-                "propagate; use reverse mode (torch.func.vjp), or SDPA under "
-                "sdpa_kernel(SDPBackend.MATH)"
-            )
+def _wanted(operands: Operands, of_gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """The cotangents of gradients that are not empty."""
+    pairs = zip(of_gradients, operands, strict=False)
+    return tuple(None if x is None or g is None or g.shape != x.shape else g for g, x in pairs)
+
+
+def refuse_nested_forward_mode() -> None:
+    """Raise where PyTorch would silently take a tangent for a constant: it does not differentiate
+    the forward mode of a Function in forward mode.
+    """
+    if torch._functorch.eager_transforms.JVP_NESTING > 1:
+        raise NotImplementedError(
+            "flashtile: got torch.func.jvp (or jacfwd) inside torch.func.jvp; expected at most "
+            "one, outside or inside of reverse mode, as in torch.func.jvp(torch.func.grad(f), ...)"
+        )
+
+
+def _higher() -> Any:
+    """The derivatives of higher order and in forward mode: few programs need them."""
+    return import_module(".backends.cpu.derivatives", __package__)

@@ -6,12 +6,14 @@ The conformance suite and `test_gpu_kernels.py` check the results of the kernels
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint
 
 import flashtile
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, attention_reference, generator, normal
 
 pytestmark = pytest.mark.gpu
 
@@ -367,3 +369,28 @@ def test_training_follows_the_loss_of_sdpa(dtype, tolerance):
     wanted = losses(sdpa, dtype)
     assert wanted[-1] < 0.8 * wanted[0]
     torch.testing.assert_close(losses(ours, dtype), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_derivatives_of_higher_order(seed):
+    """Forward mode and a second derivative, by the rule."""
+    g = generator(seed)
+    tensors = [normal(g, 2, 90, h, 32).detach() for h in (4, 2, 2, 4)]
+
+    def derivatives(attend, *tensors):
+        q, k, v, direction = tensors
+        q.requires_grad_()
+        (first,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
+        (second,) = torch.autograd.grad((first * direction).sum(), q)
+        q = q.detach()
+        return second, torch.func.jvp(lambda x: attend(x, k, v), (q,), (direction,))[1]
+
+    def reference(dtype):
+        def attend(q, k, v):
+            return attention_reference(q, k, v, causal=True, compute_dtype=dtype).out
+
+        return derivatives(attend, *(x.to(dtype) for x in tensors))
+
+    got = derivatives(partial(flashtile.attention, causal=True), *(x.cuda() for x in tensors))
+    results = zip(got, reference(torch.float64), reference(torch.float32), strict=True)
+    for x, exact, plain in results:
+        assert_close("derivative", x.cpu(), exact, plain)

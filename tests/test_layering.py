@@ -71,7 +71,7 @@ LOADERS = ("cli", "call.dispatch", "autograd", "backends")
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
-STAGES = {"": 0, "launch": 1, "kernel": 2, "plan": 3}
+STAGES = {"": 0, "derivatives": 0, "launch": 1, "kernel": 2, "plan": 3}
 
 # The files of one op: it chooses between its kernel and its formula, which do not import each
 # other. Other files, such as a matrix that both need, are below. An op may use another op, a kernel

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_autocast
-from ..autograd import is_transformed, refuse_forward_mode
+from ..autograd import is_transformed
 from ..call import checks
 from ..call.attn_mask import as_bias
 from ..call.layouts import Packed
@@ -109,8 +109,14 @@ def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, 
             "with gradients by backward() or torch.autograd.grad"
         )
     if forward_ad._current_level >= 0:
-        others = (options.get(name) for name in Operands._fields[3:DIFFERENTIABLE])
-        refuse_forward_mode(Operands(*qkv, *others))
+        names = Operands._fields[:DIFFERENTIABLE]
+        others = (options.get(name) for name in names[3:])
+        for name, x in zip(names, (*qkv, *others), strict=True):
+            if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    f"context parallelism: {name} got a forward-mode tangent; expected none, with "
+                    "gradients by backward() or torch.autograd.grad"
+                )
 
 
 def packed_call(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import autocast_off
-from ..autograd import is_batched, refuse_second_derivative
+from ..autograd import is_batched
 from ..backend_interface import Gradients
 from ..call import dispatch
 from ..dropout import BLOCK_KEYS
@@ -594,7 +594,10 @@ class _FirstDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        refuse_second_derivative()
+        raise NotImplementedError(
+            "context parallelism: got a gradient to differentiate again (create_graph=True); "
+            "second derivatives need one process"
+        )
 
 
 def attend(

@@ -251,14 +251,6 @@ class TestTransformations:
         total = sum(self.attend(x).square().sum() for x in leaf.unbind())
         torch.testing.assert_close(got, torch.autograd.grad(total, leaf)[0])
 
-    def test_second_derivatives_and_forward_mode_are_refused(self) -> None:
-        slopes = normal(generator(1), 2).requires_grad_()
-        (first,) = torch.autograd.grad(self.attend(slopes).sum(), slopes, create_graph=True)
-        with pytest.raises(NotImplementedError, match="second derivative"):
-            first.sum().backward()
-        with pytest.raises(NotImplementedError, match="captured: got a forward-mode tangent"):
-            torch.func.jvp(self.attend, (slopes.detach(),), (slopes.detach(),))
-
     @pytest.mark.filterwarnings("ignore:A model attribute `lifted_tensor_0` requires gradient")
     def test_export_without_dynamo(self) -> None:
         """The program is a part of the graph; captured parameters stay parameters."""

@@ -156,9 +156,9 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     probs = torch.zeros(shape, dtype=output_dtype(problem.dtype))
     for segment in segments(problem, operands):
         visibility = segment.mask.visibility
-        tile_problem = _tile_problem(problem, operands, segment, plan)
+        tp = tile_problem(problem, operands, segment, plan)
         target = probs[segment.batch, segment.heads, : visibility.M, : visibility.N]
-        tiles.probabilities(tile_problem, segment.rows(lse).to(plan.compute_dtype), target)
+        tiles.probabilities(tp, segment.rows(lse).to(plan.compute_dtype), target)
     return probs
 
 
@@ -191,8 +191,8 @@ def _segment_forward(
     if plan.kernel == "float8":
         unscaled = operands._replace(q_descale=None, k_descale=None, v_descale=None)
         scales = float8.scales(operands, segment)
-        return float8.forward(_tile_problem(problem, unscaled, segment, plan), scales)
-    return tiles.forward(_tile_problem(problem, operands, segment, plan))
+        return float8.forward(tile_problem(problem, unscaled, segment, plan), scales)
+    return tiles.forward(tile_problem(problem, operands, segment, plan))
 
 
 def _segment_backward(
@@ -265,7 +265,7 @@ def _plain_backward(
         if dead is not None:  # rows in which only the sink has P
             delta.masked_fill_(segment.rows(dead), 0.0)
     grads = tiles.backward(
-        _tile_problem(problem, operands, segment, plan),
+        tile_problem(problem, operands, segment, plan),
         L,
         dO,
         delta,
@@ -295,7 +295,7 @@ def _slopes(slopes: Tensor, segment: Segment) -> Tensor:
     return slopes[segment.batch, segment.heads]
 
 
-def _tile_problem(
+def tile_problem(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tiles.TileProblem:
     """A segment for the plain tiles: contiguous, in the compute dtype, float8 scales applied."""

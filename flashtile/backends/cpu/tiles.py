@@ -225,9 +225,9 @@ def scores(
     rule, slope, capped = tp.score, None, None
     softcap = rule.options.softcap
     if softcap > 0:
-        S.div_(softcap).tanh_()
+        S = S.div_(softcap).tanh_()
         slope = 1.0 - S * S if want_slope else None
-        S.mul_(softcap)
+        S = S * softcap  # not in place: PyTorch may differentiate tanh
     if rule.function is not None:
         capped = S if want_slope else None
         S = rule.function.scores(S, (m0, m1), run)

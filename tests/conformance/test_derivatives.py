@@ -1,0 +1,173 @@
+"""Derivatives of derivatives, and derivatives in forward mode, in every option."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, jacfwd, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from flashtile.masks import BlockMask, Spans
+from flashtile.testing import assert_close, attention_reference, cu_seqlens, generator, normal
+
+Call = Callable[..., Any]
+M, N = 5, 6
+SPAN = torch.tensor([0, 2, 1, 6, 4], dtype=torch.int32).view(1, 1, M, 1)
+VISIBLE = torch.rand(2, 4, M, N, generator=generator(1)) < 0.5
+LENGTHS = cu_seqlens([3, 0, 5])
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    g = generator(0)
+    return tuple(normal(g, *shape, dtype=dtype).detach().requires_grad_() for shape in shapes)
+
+
+def dense(*more: tuple[int, ...], **options: Any) -> tuple[Call, tuple[Tensor, ...]]:
+    """A call with options; those that are ... are tensors of the shapes `more`."""
+    names = [name for name, x in options.items() if x is ...]
+    plain = {name: x for name, x in options.items() if x is not ...}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+        given = dict(zip(names, others, strict=True))
+        out, lse = flashtile.attention(q, k, v, return_lse=True, **plain, **given)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)  # rows without a key
+
+    return call, tensors((2, M, 4, 4), (2, N, 2, 4), (2, N, 2, 3), *more)
+
+
+def captured(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * slopes[h] + torch.tanh(s) * (i - j)
+
+    return flashtile.attention(q, k, v, score_mod=score_mod)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return flashtile.attention(q, k, v, dropout_p=0.3, generator=generator)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flashtile.attention_varlen(q, k, v, LENGTHS, LENGTHS, 5, 5, causal=True)
+
+
+CASES: dict[str, Callable[[], tuple[Call, tuple[Tensor, ...]]]] = {
+    "plain": dense,
+    "causal": lambda: dense(causal=True),
+    "softcap in a window": lambda: dense(softcap=2.0, window_size=(2, 1)),
+    "bias and sink": lambda: dense((1, 4, M, N), (4,), bias=..., sink=...),
+    "bias of all queries": lambda: dense((1, 1, 1, N), bias=...),
+    "alibi": lambda: dense((4,), alibi_slopes=..., causal=True),
+    "relative bias": lambda: dense((4, 7), relative_bias=...),
+    "rows without a key, and a sink": lambda: dense((4,), sink=..., window_size=(-1, -5)),
+    "chunk": lambda: dense(attention_chunk=2),
+    "used lengths": lambda: dense(seqused_k=torch.tensor([3, 6], dtype=torch.int32)),
+    "spans": lambda: dense(mask=Spans(SPAN, SPAN + 3)),
+    "block mask": lambda: dense(block_mask=BlockMask.from_dense(VISIBLE, (2, 3))),
+    "score function": lambda: (captured, tensors((1, M, 2, 4), (1, N, 1, 4), (1, N, 1, 3), (2,))),
+    "dropout": lambda: (dropped, dense()[1]),
+    "packed": lambda: (packed, tensors((8, 4, 4), (8, 2, 4), (8, 2, 3))),
+    "absorbed": lambda: (
+        lambda q, k, v, qv: flashtile.attention(q, k, v, qv=qv),
+        tensors((1, M, 2, 4), (1, N, 1, 4), (1, N, 1, 3), (1, M, 2, 3)),
+    ),
+    "several tiles": lambda: (
+        lambda q, k, v: flashtile.attention(q, k, v, causal=True)[:, ::9],
+        tensors(*[(1, 70, 1, 2)] * 3),
+    ),
+    "nothing": lambda: (flashtile.attention, tensors((2, 0, 4, 4), (2, N, 2, 4), (2, N, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_every_option(name: str) -> None:
+    """Forward mode and the second derivative, against differences of float64."""
+    call, inputs = CASES[name]()
+    torch.manual_seed(0)  # gradcheck draws directions
+    assert gradcheck(call, inputs, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(call, inputs, fast_mode=True)
+
+
+X, T = (x.detach() for x in tensors((1, M, 4, 4), (1, M, 4, 4)))
+K, V = (x.detach() for x in tensors((1, N, 2, 4), (1, N, 2, 3)))
+COMPOSITIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
+    "forward over reverse": lambda f: jvp(grad(f), (X,), (T,))[1],
+    "reverse over forward": lambda f: grad(lambda x: jvp(f, (x,), (T,))[1])(X),
+    "columns": lambda f: jacfwd(f)(X),
+    "third": lambda f: grad(lambda x: (grad(lambda y: (grad(f)(y) * T).sum())(x) * T).sum())(X),
+    "vectorised hessian": lambda f: torch.autograd.functional.hessian(f, X, vectorize=True),
+    "mapped": lambda f: vmap(lambda t: jvp(grad(f), (X,), (t,))[1])(torch.stack((T, X))),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions(name: str) -> None:
+    """PyTorch's own derivatives of the reference are the truth."""
+    got, wanted = (
+        COMPOSITIONS[name](lambda q, f=f: f(q).square().sum())
+        for f in (
+            lambda q: flashtile.attention(q, K, V, causal=True),
+            lambda q: attention_reference(q, K, V, causal=True).out,
+        )
+    )
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_precision(dtype: torch.dtype, backend: str) -> None:
+    """The gradient of a gradient, by the rule."""
+    leaves = tensors((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 16), dtype=dtype)
+
+    def twice(attend: Call, x: list[Tensor]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(attend(*x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), x)
+
+    def reference(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention_reference(q, k, v, causal=True, compute_dtype=dtype).out
+
+        return twice(attend, [x.detach().to(dtype).requires_grad_() for x in leaves])
+
+    got = twice(
+        lambda q, k, v: flashtile.attention(q, k, v, causal=True, backend=backend), list(leaves)
+    )
+    for name, x, truth, plain in zip(
+        "qkv", got, reference(torch.float64), reference(dtype), strict=True
+    ):
+        assert_close(f"d{name}", x, truth, plain, dtype=dtype)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(x, Tensor):
+                self.numbers = max(self.numbers, x.numel())
+        return found
+
+
+def test_memory_is_linear() -> None:
+    """No tensor is larger than the scores of 64 queries."""
+    q, k, v = tensors(*[(1, 512, 1, 4)] * 3)
+    with Largest() as largest:
+        (first,) = torch.autograd.grad(
+            flashtile.attention(q, k, v).square().sum(), q, create_graph=True
+        )
+        torch.autograd.grad(first.sum(), (q, k, v))
+        jvp(lambda x: flashtile.attention(x, k.detach(), v.detach()), (q.detach(),), (q.detach(),))
+    assert largest.numbers <= 64 * 512
+
+
+def test_refusals() -> None:
+    with pytest.raises(NotImplementedError, match=r"inside torch\.func\.jvp; expected at most"):
+        jacfwd(jacfwd(lambda q: flashtile.attention(q, K, V).sum()))(X)
