@@ -109,37 +109,6 @@ def xpos_scale(dim: int, device: torch.device | str | None = None) -> Tensor:
     return (even + 0.4 * dim) / (1.4 * dim)
 
 
-def make_tables(
-    length: int,
-    inv_freq: Tensor,
-    scale: Tensor | None,
-    scale_base: float | None,
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-) -> RotaryTables:
-    """The tables of the positions 0 to length - 1, computed in float32 and rounded once.
-
-    Args:
-        length: number of positions.
-        inv_freq: the result of `frequencies`.
-        scale: the result of `xpos_scale`, or None for plain RoPE.
-        scale_base: scale_base of XPos, or None for plain RoPE.
-        device: device of the tables.
-        dtype: dtype of the tables.
-    """
-    # Autograd cannot save tensors that were created in inference mode.
-    with torch.inference_mode(False):
-        position = torch.arange(length, device=device, dtype=torch.float32)
-        angle = torch.outer(position, inv_freq.to(device))
-        cos, sin = angle.cos(), angle.sin()
-        if scale is None or scale_base is None:
-            return RotaryTables(cos.to(dtype), sin.to(dtype))
-        distance = (position - length // 2) / scale_base
-        growth = scale.to(device) ** distance.unsqueeze(-1)
-        tables = (cos * growth, sin * growth, cos / growth, sin / growth)
-        return RotaryTables(*(table.to(dtype) for table in tables))
-
-
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -250,6 +219,11 @@ def apply_rotary_emb_kv_(
     return _in_place((kv, lambda kv: rotate_in_place(kv[:, :, 0], angles, interleaved)))[0]
 
 
+def _cached(table: str) -> property:
+    """One of a layer's tables; None before it has computed them."""
+    return property(lambda layer: getattr(layer._tables, table, None))
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding that computes, caches and grows its own tables; with scale_base it is XPos.
 
@@ -311,14 +285,28 @@ class RotaryEmbedding(torch.nn.Module):
         """
         tables = self._tables
         if tables is None or not tables.fit(length, device, dtype):
-            # model.half() casts buffers too; a 16-bit frequency is radians off at far positions.
-            inv_freq, scale = self.inv_freq, self.scale
-            if inv_freq.dtype != torch.float32:
-                inv_freq = frequencies(self.dim, self.base)
-                scale = None if scale is None else xpos_scale(self.dim)
-            tables = make_tables(length, inv_freq, scale, self.scale_base, device, dtype)
-            self._tables = tables
+            # Autograd cannot save tensors that were created in inference mode.
+            with torch.inference_mode(False):
+                tables = self._tables = self._computed(length, device, dtype)
         return tables
+
+    def _computed(
+        self, length: int, device: torch.device | None, dtype: torch.dtype | None
+    ) -> RotaryTables:
+        inv_freq, scale = self.inv_freq, self.scale
+        # model.half() casts buffers too; a 16-bit frequency is radians off at far positions.
+        if inv_freq.dtype != torch.float32:
+            inv_freq = frequencies(self.dim, self.base)
+            scale = None if scale is None else xpos_scale(self.dim)
+        position = torch.arange(length, device=device, dtype=torch.float32)
+        angle = torch.outer(position, inv_freq.to(device))
+        cos, sin = angle.cos(), angle.sin()
+        if scale is None or self.scale_base is None:
+            return RotaryTables(cos.to(dtype), sin.to(dtype))
+        distance = (position - length // 2) / self.scale_base
+        growth = scale.to(device) ** distance.unsqueeze(-1)
+        tables = (cos * growth, sin * growth, cos / growth, sin / growth)
+        return RotaryTables(*(table.to(dtype) for table in tables))
 
     # The names that flash_attn's own layers use.
 
@@ -331,21 +319,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _seq_len_cached(self) -> int:
         return 0 if self._tables is None else self._tables.cos.shape[0]
 
-    @property
-    def _cos_cached(self) -> Tensor | None:
-        return None if self._tables is None else self._tables.cos
-
-    @property
-    def _sin_cached(self) -> Tensor | None:
-        return None if self._tables is None else self._tables.sin
-
-    @property
-    def _cos_k_cached(self) -> Tensor | None:
-        return None if self._tables is None else self._tables.cos_k
-
-    @property
-    def _sin_k_cached(self) -> Tensor | None:
-        return None if self._tables is None else self._tables.sin_k
+    _cos_cached, _sin_cached = _cached("cos"), _cached("sin")
+    _cos_k_cached, _sin_k_cached = _cached("cos_k"), _cached("sin_k")
 
     def forward(
         self,

@@ -17,13 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import current_layout
 from ..layers.activations import squared_relu
-from ..layers.tensor_parallel import (
-    Group,
-    all_gather_raw,
-    linears,
-    shared,
-    sync_shared_params,
-)
+from ..layers.tensor_parallel import Group, all_gather_raw, linears, shared, sync_shared_params
 from ..losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from ..modules.attend import Attend, flash_attend
 from ..modules.block import Block, ParallelBlock, norm_of
@@ -470,14 +464,10 @@ def create_mixer_cls(
         if layer_idx is None:
             raise ValueError("layer_idx: needed with scale_attn_by_inverse_layer_idx, got None")
         scale = (config.head_size**-0.5 if scale is None else scale) / (layer_idx + 1)
-    make: Any = partial(MHA, dwconv=config.dwconv)
-    if process_group is not None:
-        if config.dwconv:
-            raise NotImplementedError("process_group: want None with dwconv")
-        shares = {"process_group": process_group, "sequence_parallel": config.sequence_parallel}
-        make = partial(ParallelMHA, **shares)
+    if process_group is not None and config.dwconv:
+        raise NotImplementedError("process_group: want None with dwconv")
     return partial(
-        make,
+        MHA if process_group is None else ParallelMHA,
         num_heads=config.num_heads,
         num_heads_kv=config.kv_heads,
         qkv_proj_bias=config.attention_bias,
@@ -486,6 +476,7 @@ def create_mixer_cls(
         softmax_scale=scale,
         causal=True,
         layer_idx=layer_idx,
+        dwconv=config.dwconv,
         rotary_emb_dim=config.rotary_dim,
         rotary_emb_base=config.rotary_base,
         rotary_emb_interleaved=config.rotary_interleaved,
@@ -495,6 +486,8 @@ def create_mixer_cls(
         softcap=config.softcap,
         head_dim=config.head_size,
         attend=attend,
+        process_group=process_group,
+        sequence_parallel=config.sequence_parallel,
         device=device,
         dtype=dtype,
     )
@@ -511,19 +504,19 @@ def create_mlp_cls(
     `create_block`.
     """
     config = GPTConfig.from_transformers(config)
-    make: Any = partial(GatedMlp, multiple_of=1) if config.gated else Mlp
-    if process_group is not None:
-        make = partial(ParallelGatedMlp, multiple_of=1) if config.gated else ParallelMLP
-        shares = {"process_group": process_group, "sequence_parallel": config.sequence_parallel}
-        make = partial(make, **shares)
+    kinds: Any = ((Mlp, ParallelMLP), (GatedMlp, ParallelGatedMlp))[config.gated]
+    options = {"multiple_of": 1} if config.gated else {}
     return partial(
-        make,
+        kinds[process_group is not None],
         hidden_features=config.mlp_size,
         activation=_ACTIVATIONS[config.activation],
         bias1=config.mlp_bias,
         bias2=config.mlp_bias,
+        process_group=process_group,
+        sequence_parallel=config.sequence_parallel,
         device=device,
         dtype=dtype,
+        **options,
     )
 
 
@@ -588,17 +581,13 @@ def _check_tokens(input_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int 
         raise ValueError("cu_seqlens, max_seqlen: pass both or none")
     layout = current_layout.get()
     if layout is not None:
-        _check_shard(input_ids, layout)
+        rows = (layout.sequences,) if layout.sequences else ()
+        if tuple(input_ids.shape) != (*rows, layout.local_tokens):
+            raise ValueError(
+                f"input_ids: got shape {tuple(input_ids.shape)}, want "
+                f"{(*rows, layout.local_tokens)} in this layout; see Layout.shard"
+            )
         return
     dims, wanted = (2, "(batch, seq)") if cu_seqlens is None else (1, "(total,) with cu_seqlens")
     if input_ids.dim() != dims:
         raise ValueError(f"input_ids: expected {wanted}, got shape {tuple(input_ids.shape)}")
-
-
-def _check_shard(input_ids: Tensor, layout: current_layout.Layout) -> None:
-    rows = (layout.sequences,) if layout.sequences else ()
-    if tuple(input_ids.shape) != (*rows, layout.local_tokens):
-        raise ValueError(
-            f"input_ids: got shape {tuple(input_ids.shape)}, want {(*rows, layout.local_tokens)} "
-            "in this layout; see Layout.shard"
-        )

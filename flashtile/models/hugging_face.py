@@ -78,19 +78,19 @@ _QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 _LLAMA = ("input_layernorm", "post_attention_layernorm")
 _LLAMA_MLP = ("mlp.up_proj mlp.gate_proj", "mlp.down_proj")
 _GPT2 = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj")
+_OF_GPT2_LAYERS = _of_layers(*_GPT2, "mlp.c_fc", "mlp.c_proj")
 _NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_OF_FALCON_LAYERS = _of_layers(
+    *_LLAMA, "self_attention.query_key_value", "self_attention.dense", *_NEOX_MLP
+)
 _OF_GPT2 = _others("transformer.wte", "transformer.wpe", "transformer.ln_f")
 _OF_LLAMA = _others("model.embed_tokens", "", "model.norm")
 _OPT = "model.decoder."
 _MEGATRON = "language_model.encoder."
 
 FAMILIES = {
-    "gpt2": Family(
-        "transformer.h.", _of_layers(*_GPT2, "mlp.c_fc", "mlp.c_proj"), _OF_GPT2, conv1d=True
-    ),
-    "gpt_bigcode": Family(
-        "transformer.h.", _of_layers(*_GPT2, "mlp.c_fc", "mlp.c_proj"), _OF_GPT2, _one_kv_head
-    ),
+    "gpt2": Family("transformer.h.", _OF_GPT2_LAYERS, _OF_GPT2, conv1d=True),
+    "gpt_bigcode": Family("transformer.h.", _OF_GPT2_LAYERS, _OF_GPT2, _one_kv_head),
     "btlm": Family(
         "transformer.h.",
         _of_layers(*_GPT2, "mlp.c_fc mlp.c_fc2", "mlp.c_proj"),
@@ -151,13 +151,13 @@ FAMILIES = {
     ),
     "falcon": Family(
         "transformer.h.",
-        _of_layers(*_LLAMA, "self_attention.query_key_value", "self_attention.dense", *_NEOX_MLP),
+        _OF_FALCON_LAYERS,
         _others("transformer.word_embeddings", "", "transformer.ln_f"),
         _by_group,
     ),
     "megatron": Family(
         f"{_MEGATRON}layers.",
-        _of_layers(*_LLAMA, "self_attention.query_key_value", "self_attention.dense", *_NEOX_MLP),
+        _OF_FALCON_LAYERS,
         _others(
             "language_model.embedding.word_embeddings",
             "language_model.embedding.position_embeddings",

@@ -69,8 +69,7 @@ class _Layers(nn.Module):
         self.dropout2 = dropouts[1]
         self.norm2 = norm_cls(dim)
         for parameter in (*self.norm1.parameters(), *self.norm2.parameters()):
-            for mark in (name for name, asked in marks.items() if asked):
-                setattr(parameter, mark, True)
+            vars(parameter).update({mark: True for mark, asked in marks.items() if asked})
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -138,15 +137,9 @@ class Block(_Layers):
     ) -> None:
         if residual_in_fp32 and not prenorm:
             raise ValueError("residual_in_fp32: want False with prenorm=False, got True")
-        super().__init__(
-            dim,
-            mixer_cls,
-            mlp_cls,
-            norm_cls,
-            (dropout_cls(resid_dropout1), dropout_cls(resid_dropout2)),
-            residual_in_fp32,
-            {"_sequence_parallel": sequence_parallel, "_shared_params": mark_shared_params},
-        )
+        dropouts = (dropout_cls(resid_dropout1), dropout_cls(resid_dropout2))
+        marks = {"_sequence_parallel": sequence_parallel, "_shared_params": mark_shared_params}
+        super().__init__(dim, mixer_cls, mlp_cls, norm_cls, dropouts, residual_in_fp32, marks)
         ignored("Block", fused_dropout_add_ln=fused_dropout_add_ln)
         self.prenorm = prenorm
         self.return_residual = return_residual
@@ -185,8 +178,12 @@ class Block(_Layers):
             for name, value in (("residual", residual), ("mixer_subset", mixer_subset)):
                 if value is not None:
                     raise ValueError(f"{name}: want None with prenorm=False")
-            x = self._added(self.mixer, hidden_states, self._drop1, self.norm1, arguments)
-            return self._added(self.mlp, x, self._drop2, self.norm2, {}) if has_mlp else x
+            branch, x = self._branch(self.mixer, hidden_states, **arguments)
+            x = norm_of(self.norm1, self._drop1(branch) + x)
+            if has_mlp:
+                branch, x = self._branch(self.mlp, x)
+                x = norm_of(self.norm2, self._drop2(branch) + x)
+            return x
         stream = self._drop1(hidden_states)
         stream = stream if residual is None else stream + residual
         normed, stream = norm_of(self.norm1, stream), self._kept(stream)
@@ -205,19 +202,10 @@ class Block(_Layers):
     def _drop2(self, branch: Tensor) -> Tensor:
         return self.drop_path2(self.dropout2(branch))
 
-    def _added(
-        self,
-        layer: Callable[..., Any],
-        x: Tensor,
-        drop: Callable[[Tensor], Tensor],
-        norm: nn.Module,
-        arguments: dict[str, Any],
-    ) -> Tensor:
-        """``norm(x + drop(layer(x)))``"""
-        branch = layer(x, **arguments)
-        if self.return_residual:
-            branch, x = branch
-        return norm_of(norm, drop(branch) + x)
+    def _branch(self, layer: Any, x: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """A layer's result, and its input."""
+        result = layer(x, **arguments)
+        return result if self.return_residual else (result, x)
 
 
 class ParallelBlock(_Layers):
@@ -248,15 +236,9 @@ class ParallelBlock(_Layers):
         sequence_parallel: bool = False,
         mark_shared_params: bool = False,
     ) -> None:
-        super().__init__(
-            dim,
-            mixer_cls,
-            mlp_cls,
-            norm_cls,
-            (dropout_cls(resid_dropout1), dropout_cls(resid_dropout2)),
-            residual_in_fp32,
-            {"_sequence_parallel": sequence_parallel, "_shared_params": mark_shared_params},
-        )
+        dropouts = (dropout_cls(resid_dropout1), dropout_cls(resid_dropout2))
+        marks = {"_sequence_parallel": sequence_parallel, "_shared_params": mark_shared_params}
+        super().__init__(dim, mixer_cls, mlp_cls, norm_cls, dropouts, residual_in_fp32, marks)
         ignored("ParallelBlock", fused_dropout_add_ln=fused_dropout_add_ln)
         self.tied_norm = tied_norm
         if tied_norm:

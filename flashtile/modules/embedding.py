@@ -64,28 +64,19 @@ class GPT2Embeddings(nn.Module):
         embedded = self.word_embeddings(input_ids)
         if self.project_in is not None:
             embedded = self.project_in(embedded)
-        if self.max_position_embeddings <= 0:
-            return embedded
-        if position_ids is None:
-            seqlen = input_ids.shape[-1]
-            if seqlen > self.max_position_embeddings:
-                raise ValueError(
-                    f"input_ids: {seqlen} tokens in a row, but max_position_embeddings is "
-                    f"{self.max_position_embeddings}"
-                )
-            position_ids = torch.arange(seqlen, device=input_ids.device)
-        return embedded + self.position_embeddings(position_ids)
+        if self.max_position_embeddings > 0:
+            positions = _positions(input_ids, position_ids, self.max_position_embeddings)
+            embedded = embedded + self.position_embeddings(positions)
+        return embedded
 
 
-class BertEmbeddings(nn.Module):
-    """Word embeddings plus learned embeddings of positions and of token types.
+class BertEmbeddings(GPT2Embeddings):
+    """`GPT2Embeddings` plus learned embeddings of token types.
 
     Args:
-        embed_dim: number of features of a token.
-        vocab_size, max_position_embeddings, type_vocab_size: rows of `word_embeddings`,
-            `position_embeddings` and `token_type_embeddings`; 0 for none of the latter two.
-        padding_idx: a token whose embedding is zero and gets no gradient.
-        device, dtype: of the parameters.
+        type_vocab_size: rows of `token_type_embeddings`; 0 for none.
+        embed_dim, vocab_size, max_position_embeddings, padding_idx, device, dtype: as in
+            `GPT2Embeddings`.
     """
 
     def __init__(
@@ -98,13 +89,9 @@ class BertEmbeddings(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.max_position_embeddings = max_position_embeddings
+        super().__init__(embed_dim, vocab_size, max_position_embeddings, padding_idx, **where)
         self.type_vocab_size = type_vocab_size
-        self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx, **where)
-        if max_position_embeddings > 0:
-            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **where)
         if type_vocab_size > 0:
             self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **where)
 
@@ -114,12 +101,8 @@ class BertEmbeddings(nn.Module):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        """(..., seq) integers each -> (..., seq, embed_dim); positions count from 0 and types are 0
-        by default.
-        """
-        embedded = self.word_embeddings(input_ids)
-        if self.max_position_embeddings > 0:
-            embedded = embedded + self.position_embeddings(_positions(input_ids, position_ids))
+        """`GPT2Embeddings.forward`; token_type_ids (..., seq), 0 by default."""
+        embedded = super().forward(input_ids, position_ids)
         if self.type_vocab_size > 0:
             types = input_ids.new_zeros(()) if token_type_ids is None else token_type_ids
             embedded = embedded + self.token_type_embeddings(types)
@@ -239,7 +222,8 @@ class ParallelGPT2Embeddings(nn.Module):
         """
         embedded = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
-            at = self.position_embeddings(_positions(input_ids, position_ids))
+            positions = _positions(input_ids, position_ids, self.max_position_embeddings)
+            at = self.position_embeddings(positions)
             before = self.process_group.rank() * at.shape[-1]
             after = embedded.shape[-1] - at.shape[-1] - before
             embedded = embedded + F.pad(at, (before, after))
@@ -248,10 +232,15 @@ class ParallelGPT2Embeddings(nn.Module):
         return summed(embedded, self.process_group, self.sequence_parallel)
 
 
-def _positions(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+def _positions(input_ids: Tensor, position_ids: Tensor | None, limit: int) -> Tensor:
     if position_ids is not None:
         return position_ids
-    return torch.arange(input_ids.shape[-1], device=input_ids.device)
+    seqlen = input_ids.shape[-1]
+    if seqlen > limit:
+        raise ValueError(
+            f"input_ids: {seqlen} tokens in a row, but max_position_embeddings is {limit}"
+        )
+    return torch.arange(seqlen, device=input_ids.device)
 
 
 def _equal_part(name: str, size: int, process_group: Group | None) -> int:

@@ -120,15 +120,8 @@ class FlashCrossAttention(_Options):
         *,
         softcap: float = 0.0,
     ) -> None:
-        super().__init__(
-            causal,
-            softmax_scale,
-            attention_dropout,
-            window_size,
-            alibi_slopes,
-            deterministic,
-            softcap=softcap,
-        )
+        common = (causal, softmax_scale, attention_dropout)
+        super().__init__(*common, window_size, alibi_slopes, deterministic, softcap=softcap)
 
     def forward(
         self,
@@ -439,33 +432,30 @@ class MHA(nn.Module):
 
     def _check(self, **given: Any) -> None:
         """Raise if one of the given arguments of `forward` does not fit the layer or another."""
-        names = {name for name, value in given.items() if value is not None}
-        for name in ("x_kv", "mixer_subset"):
-            if name in names and not self.cross_attn:
-                raise ValueError(f"{name}: got a value, want None with cross_attn=False")
-        for name in ("cu_seqlens", "inference_params"):
-            if name in names and self.dwconv:
-                raise ValueError(f"{name}: got a value, want None with dwconv=True")
-            if name in names and "key_padding_mask" in names:
-                raise ValueError(f"key_padding_mask: got a value, want None with {name}")
-        if "causal" in names and "inference_params" in names:
-            raise ValueError("causal: got a value, want None with inference_params")
         causal = self.causal if given["causal"] is None else given["causal"]
+        names = {name for name, value in given.items() if value is not None}
         has_distances = self.use_alibi or tuple(self.window_size) != (-1, -1)
-        if "key_padding_mask" in names and self.cross_attn and causal and has_distances:
-            raise ValueError(
-                "key_padding_mask: got a value, want None in causal cross-attention with ALiBi or "
-                "a window, whose distances a mask does not move"
-            )
-        if current_layout.get() is None:
-            return
-        for name, refused in (
-            ("cross_attn", self.cross_attn),
-            ("dwconv", self.dwconv),
-            ("inference_params", "inference_params" in names),
+        for name, is_refused, reason in (
+            ("x_kv", not self.cross_attn, "with cross_attn=False"),
+            ("mixer_subset", not self.cross_attn, "with cross_attn=False"),
+            ("cu_seqlens", self.dwconv, "with dwconv=True"),
+            ("inference_params", self.dwconv, "with dwconv=True"),
+            ("key_padding_mask", "cu_seqlens" in names, "with cu_seqlens"),
+            ("key_padding_mask", "inference_params" in names, "with inference_params"),
+            ("causal", "inference_params" in names, "with inference_params"),
+            (
+                "key_padding_mask",
+                self.cross_attn and causal and has_distances,
+                "in causal cross-attention with ALiBi or a window, whose distances a mask does not "
+                "move",
+            ),
         ):
-            if refused:
-                raise NotImplementedError(f"{name}: not supported inside `with layout:`")
+            if name in names and is_refused:
+                raise ValueError(f"{name}: got a value, want None {reason}")
+        if current_layout.get() is not None:
+            for name in ("cross_attn", "dwconv", "inference_params"):
+                if name in names or getattr(self, name, False):
+                    raise NotImplementedError(f"{name}: not supported inside `with layout:`")
 
     def _project(
         self, x: Tensor, x_kv: Tensor | None, subset: Any
@@ -515,25 +505,15 @@ class MHA(nn.Module):
             return q, k
         layout = current_layout.get()
         if layout is not None:
-            return self._rotate_rows(q, k, layout.positions_on(q.device), layout.longest)
+            of_q, of_k = self._angles(q, layout.longest)
+            positions = layout.positions_on(q.device)
+            return _rotated_rows(q, positions, *of_q), _rotated_rows(k, positions, *of_k)
         longest = max(
             x.shape[1] if lengths["max_seqlen"] is None else lengths["max_seqlen"]
             for x, lengths in ((q, packing), (k, packing_k))
         )
         of_q, of_k = self._angles(q, longest)
         return apply_rotary_emb(q, *of_q, **packing), apply_rotary_emb(k, *of_k, **packing_k)
-
-    def _rotate_rows(
-        self, q: Tensor, k: Tensor, positions: Tensor, longest: int
-    ) -> tuple[Tensor, Tensor]:
-        """Apply RoPE to rows that stand at any `positions` (rows,) below `longest`."""
-
-        def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-            batch = x if x.dim() == 4 else x.unsqueeze(0)
-            return apply_rotary_emb(batch, cos[positions], sin[positions], interleaved).view_as(x)
-
-        of_q, of_k = self._angles(q, longest)
-        return rotated(q, *of_q), rotated(k, *of_k)
 
     def _angles(self, q: Tensor, length: int) -> tuple[Angles, Angles]:
         """(cos, sin, interleaved) for queries and for keys, of positions below `length`."""
@@ -647,6 +627,14 @@ def _convolved(conv: nn.Module, x: Tensor) -> Tensor:
     """x (batch, seq, features), each token with the two before it; the last two results of `conv`
     are of positions after the sequence."""
     return conv(x.transpose(1, 2))[..., :-2].transpose(1, 2)
+
+
+def _rotated_rows(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """x rotated for rows that stand at any `positions` (rows,)."""
+    batch = x if x.dim() == 4 else x.unsqueeze(0)
+    return apply_rotary_emb(batch, cos[positions], sin[positions], interleaved).view_as(x)
 
 
 def _padding(mask: Tensor | None, causal_queries: int | None = None) -> dict[str, Any]:
