@@ -136,21 +136,10 @@ def dropout_add_layer_norm_parallel_residual(
         (y0, y1), then the sum with prenorm, then two masks with return_dropout_mask; y1 is None
         without weight1.
     """
-    *ys, total, mask0, mask1 = layer_norm_fn(
-        x0,
-        weight0,
-        bias0,
-        residual,
-        x1,
-        weight1,
-        bias1,
-        epsilon,
-        dropout_p,
-        prenorm=True,
-        residual_in_fp32=residual_in_fp32,
-        is_rms_norm=is_rms_norm,
-        return_dropout_mask=True,
-    )
+    terms = (x0, weight0, bias0, residual, x1, weight1, bias1)
+    options: dict[str, Any] = {"residual_in_fp32": residual_in_fp32, "is_rms_norm": is_rms_norm}
+    options |= {"prenorm": True, "return_dropout_mask": True}
+    *ys, total, mask0, mask1 = layer_norm_fn(*terms, epsilon, dropout_p, **options)
     masks = (_as_bytes(mask0, x0), _as_bytes(mask1, x0)) if return_dropout_mask else ()
     return _asked((*ys, None)[:2], total if prenorm else None, masks)
 
@@ -234,17 +223,11 @@ class DropoutAddLayerNorm(nn.Module):
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
         """`dropout_add_layer_norm` of x0 (..., hidden_size)."""
-        return dropout_add_layer_norm(
-            x0,
-            residual,
-            self.weight,
-            self.bias,
-            self.p if self.training else 0.0,
-            self.eps,
-            prenorm=self.prenorm,
-            residual_in_fp32=self.residual_in_fp32,
-            is_rms_norm=self.is_rms_norm,
-        )
+        p = self.p if self.training else 0.0
+        options: dict[str, Any] = {"prenorm": self.prenorm, "is_rms_norm": self.is_rms_norm}
+        options["residual_in_fp32"] = self.residual_in_fp32
+        terms = (x0, residual, self.weight, self.bias)
+        return dropout_add_layer_norm(*terms, p, self.eps, **options)
 
 
 class DropoutAddRMSNorm(DropoutAddLayerNorm):

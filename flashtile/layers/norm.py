@@ -155,17 +155,9 @@ def layer_norm_linear_fn(
     """A linear layer of `layer_norm_fn`, in the dtype of x or of autocast; with prenorm also the
     sum.
     """
-    y, total = layer_norm_fn(
-        x,
-        norm_weight,
-        norm_bias,
-        residual,
-        eps=eps,
-        prenorm=True,
-        residual_in_fp32=residual_in_fp32,
-        is_rms_norm=is_rms_norm,
-        out_dtype=autocast_dtype(x),
-    )
+    options: dict[str, Any] = {"residual_in_fp32": residual_in_fp32, "is_rms_norm": is_rms_norm}
+    options |= {"eps": eps, "out_dtype": autocast_dtype(x)}
+    y, total = layer_norm_fn(x, norm_weight, norm_bias, residual, prenorm=True, **options)
     linear_bias = None if linear_bias is None else linear_bias.to(y.dtype)
     result = F.linear(y, linear_weight.to(y.dtype), linear_bias)
     return (result, total) if prenorm else result
@@ -211,14 +203,8 @@ class RMSNorm(nn.Module):
         residual_in_fp32: bool = False,
     ) -> Any:
         """`rms_norm_fn` of x (..., hidden_size)."""
-        return rms_norm_fn(
-            x,
-            self.weight,
-            None,
-            residual,
-            eps=self.eps,
-            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
-            prenorm=prenorm,
-            residual_in_fp32=residual_in_fp32,
-            zero_centered_weight=self.zero_centered_weight,
-        )
+        options: dict[str, Any] = {"prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+        options |= {"eps": self.eps, "zero_centered_weight": self.zero_centered_weight}
+        if self.drop is not None and self.training:
+            options["dropout_p"] = self.drop.p
+        return rms_norm_fn(x, self.weight, None, residual, **options)

@@ -34,9 +34,11 @@ from ..modules.embedding import BertEmbeddings
 from ..modules.mha import MHA
 from ..modules.mlp import Mlp
 from .hugging_face import StateDict
+from .transformers_config import copied
 
 _KERNELS = ("fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "mlp_checkpoint_lvl")
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_ROTARY = "rotary_emb_dim rotary_emb_base rotary_emb_scale_base rotary_emb_interleaved"
 # Attributes of a config that the model does not support with other values than these.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu", *_GELU_TANH),
@@ -75,9 +77,7 @@ def create_mixer_cls(
     rotary = {}
     if getattr(config, "position_embedding_type", "absolute") == "rotary":
         head_dim = config.hidden_size // config.num_attention_heads
-        defaults = {"dim": head_dim, "base": 10000.0, "scale_base": None, "interleaved": False}
-        names = {f"rotary_emb_{name}": value for name, value in defaults.items()}
-        rotary = {name: getattr(config, name, value) for name, value in names.items()}
+        rotary = {"rotary_emb_dim": head_dim} | copied(config, _ROTARY)
     return partial(
         MHA,
         num_heads=config.num_attention_heads,
@@ -273,13 +273,8 @@ class BertModel(BertPreTrainedModel):
 
     def __init__(self, config: Any, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
-        self.embeddings = BertEmbeddings(
-            config.hidden_size,
-            _padded_words(config),
-            config.max_position_embeddings,
-            config.type_vocab_size,
-            padding_idx=config.pad_token_id,
-        )
+        sizes = (config.hidden_size, _padded_words(config), config.max_position_embeddings)
+        self.embeddings = BertEmbeddings(*sizes, config.type_vocab_size, config.pad_token_id)
         self.emb_drop = nn.Dropout(config.hidden_dropout_prob)
         self.emb_ln = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.encoder = BertEncoder(config)
@@ -383,26 +378,19 @@ class BertForPreTraining(BertPreTrainedModel):
         from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 
         is_masked = None if labels is None else labels > 0
-        outputs = self.bert(
-            input_ids,
-            position_ids,
-            token_type_ids,
-            attention_mask,
-            is_masked if self.last_layer_subset else None,
-        )
+        wanted = is_masked if self.last_layer_subset else None
+        outputs = self.bert(input_ids, position_ids, token_type_ids, attention_mask, wanted)
         hidden = outputs.last_hidden_state
         if self.dense_seq_output and not self.last_layer_subset and is_masked is not None:
             hidden = hidden[is_masked]
         words, follows = self.cls(hidden, outputs.pooler_output)
         loss = None
         if labels is not None and next_sentence_label is not None:
-            wanted = labels[is_masked] if self.dense_seq_output else labels
-            terms = (
-                self.mlm_loss(words.flatten(0, -2), wanted.flatten()),
-                self.nsp_loss(follows, next_sentence_label.flatten()),
-            )
+            targets = labels[is_masked] if self.dense_seq_output else labels
             dtype = torch.promote_types(words.dtype, torch.float32)
-            loss = terms[0].to(dtype) + terms[1].to(dtype)
+            of_words = self.mlm_loss(words.flatten(0, -2), targets.flatten())
+            of_sentences = self.nsp_loss(follows, next_sentence_label.flatten())
+            loss = of_words.to(dtype) + of_sentences.to(dtype)
         return BertForPreTrainingOutput(
             loss=loss, prediction_logits=words, seq_relationship_logits=follows
         )

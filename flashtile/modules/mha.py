@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -145,15 +146,10 @@ class FlashCrossAttention(_Options):
         Returns:
             The shape of q.
         """
-        return flash_attend(
-            q,
-            *kv.unbind(-3),
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_k=max_seqlen_k,
-            **self.options(causal),
-        )
+        options = self.options(causal)
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+        return flash_attend(q, *kv.unbind(-3), **options)
 
 
 class SelfAttention(_Options):
@@ -310,13 +306,8 @@ class MHA(nn.Module):
         self.attend = attend
         self.rotary_emb: RotaryEmbedding | None = None
         if rotary_emb_dim > 0:
-            self.rotary_emb = RotaryEmbedding(
-                rotary_emb_dim,
-                rotary_emb_base,
-                rotary_emb_interleaved,
-                rotary_emb_scale_base,
-                device=device,
-            )
+            rotary = (rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved)
+            self.rotary_emb = RotaryEmbedding(*rotary, rotary_emb_scale_base, device)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.process_group = process_group
         column, row = linears(process_group, sequence_parallel)
@@ -325,13 +316,8 @@ class MHA(nn.Module):
             self.Wq = nn.Linear(embed_dim, q_dim, qkv_proj_bias, **where)
             self.Wkv = nn.Linear(embed_dim, 2 * kv_dim, qkv_proj_bias, **where)
         else:
-            self.Wqkv = column(
-                embed_dim,
-                q_dim + 2 * kv_dim,
-                bias=qkv_proj_bias,
-                multiple_of=(group_size + 2) * self.head_dim,
-                **where,
-            )
+            sizes, unit = (embed_dim, q_dim + 2 * kv_dim), (group_size + 2) * self.head_dim
+            self.Wqkv = column(*sizes, bias=qkv_proj_bias, multiple_of=unit, **where)
         if dwconv and not self._kv_apart:
             self.dwconv_qkv = _dwconv(q_dim + 2 * kv_dim, where)
         elif dwconv:
@@ -582,30 +568,9 @@ class ParallelMHA(MHA):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            embed_dim,
-            num_heads,
-            num_heads_kv,
-            qkv_proj_bias=qkv_proj_bias,
-            out_proj_bias=out_proj_bias,
-            dropout=dropout,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            layer_idx=layer_idx,
-            rotary_emb_dim=rotary_emb_dim,
-            rotary_emb_base=rotary_emb_base,
-            rotary_emb_scale_base=rotary_emb_scale_base,
-            rotary_emb_interleaved=rotary_emb_interleaved,
-            use_alibi=use_alibi,
-            window_size=window_size,
-            use_flash_attn=use_flash_attn,
-            checkpointing=checkpointing,
-            device=device,
-            dtype=dtype,
-            process_group=process_group,
-            sequence_parallel=sequence_parallel,
-            **options,
-        )
+        given = locals()
+        shared = inspect.signature(MHA).parameters.keys() & given.keys()  # in another order there
+        super().__init__(**{name: given[name] for name in shared}, **options)
 
     def forward(  # type: ignore[override]  # flash_attn's order
         self,
