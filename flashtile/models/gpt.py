@@ -26,20 +26,8 @@ from ..modules.inference import InferenceParams
 from ..modules.mha import MHA, ParallelMHA
 from ..modules.mlp import GatedMlp, Mlp, ParallelGatedMlp, ParallelMLP
 from . import decoding, generation, hugging_face
-from .gpt_config import GPTConfig
+from .gpt_config import GPTConfig as GPTConfig
 from .shards import shard_state_dict_tp
-
-__all__ = [
-    "CausalLMLoss",
-    "CausalLMOutput",
-    "GPTConfig",
-    "GPTLMHeadModel",
-    "GPTModel",
-    "GPTPreTrainedModel",
-    "create_block",
-    "create_mixer_cls",
-    "create_mlp_cls",
-]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

@@ -149,23 +149,19 @@ def _both(config: Any, first: str, second: str) -> bool:
 
 def _positions(config: Any) -> dict[str, Any]:
     """The one position encoding of a model; flash-attn may combine three of them."""
-    fraction = getattr(config, "rotary_emb_fraction", 0.0)
     ways = {
-        "learned": ("n_positions", config.n_positions, config.n_positions > 0),
-        "rotary": ("rotary_emb_fraction", fraction, fraction > 0),
-        "alibi": ("use_alibi", True, getattr(config, "use_alibi", False)),
+        "n_positions": ("learned", max(config.n_positions, 0)),
+        "rotary_emb_fraction": ("rotary", getattr(config, "rotary_emb_fraction", 0.0)),
+        "use_alibi": ("alibi", getattr(config, "use_alibi", False)),
     }
-    asked = [way for way, (_, _, is_asked) in ways.items() if is_asked]
+    asked = {name: value for name, (_, value) in ways.items() if value}
     if len(asked) > 1:
-        names = ", ".join(ways[way][0] for way in asked)
-        values = ", ".join(f"{ways[way][0]}={ways[way][1]}" for way in asked)
+        values = ", ".join(f"{name}={value}" for name, value in asked.items())
         raise ValueError(
-            f"{names}: got {values}; want only one position encoding (pass n_positions=0 with "
-            "rotary or ALiBi)"
+            f"{', '.join(asked)}: got {values}; want only one position encoding (pass "
+            "n_positions=0 with rotary or ALiBi)"
         )
-    fields: dict[str, Any] = {"position": asked[0] if asked else "none"}
-    if config.n_positions > 0:
+    fields: dict[str, Any] = {"position": ways[next(iter(asked))][0] if asked else "none"}
+    if "n_positions" in asked:
         fields["max_position_embeddings"] = config.n_positions
-    if fraction > 0:
-        fields |= copied(config, _ROTARY)
-    return fields
+    return fields | copied(config, _ROTARY if "rotary_emb_fraction" in asked else "")

@@ -13,23 +13,14 @@ from ..api import attention_with_kvcache
 from ..kernel_hints import ignored
 from ..layers.rotary import RotaryEmbedding, apply_rotary_emb
 from ..layers.tensor_parallel import Group, get_dim_for_local_rank, linears, local_size
-from .alibi import alibi_slopes, get_alibi_slopes
-from .attend import Attend, WindowSize, flash_attend
+from .alibi import alibi_slopes
+from .alibi import get_alibi_slopes as get_alibi_slopes
+from .attend import Attend, WindowSize
+from .attend import flash_attend as flash_attend
 from .inference import InferenceParams
 
 Packing = dict[str, Any]  # cu_seqlens and max_seqlen of packed sequences, or None and None
 Angles = tuple[Tensor, Tensor, bool]  # cos, sin, interleaved
-
-__all__ = [
-    "MHA",
-    "CrossAttention",
-    "FlashCrossAttention",
-    "FlashSelfAttention",
-    "ParallelMHA",
-    "SelfAttention",
-    "flash_attend",
-    "get_alibi_slopes",
-]
 
 
 class _Options(nn.Module):
@@ -153,11 +144,8 @@ class FlashCrossAttention(_Options):
 
 
 class SelfAttention(_Options):
-    """`FlashSelfAttention` of dense batches with padding instead of packed sequences.
-
-    Args:
-        causal, softmax_scale: as in `flashtile.attention`.
-        attention_dropout: dropout rate of the attention probabilities in training mode.
+    """`FlashSelfAttention` of dense batches with padding instead of packed sequences; the arguments
+    are as there.
     """
 
     def __init__(
@@ -171,16 +159,9 @@ class SelfAttention(_Options):
     def forward(
         self, qkv: Tensor, causal: bool | None = None, key_padding_mask: Tensor | None = None
     ) -> Tensor:
-        """Attend.
-
-        Args:
-            qkv: (batch, seq, 3, heads, head_dim).
-            causal: overrides the layer's own setting.
-            key_padding_mask: (batch, seq) bool, True for the keys that take part. A query that sees
-                none of them gets 0.
-
-        Returns:
-            (batch, seq, heads, head_dim).
+        """`FlashSelfAttention.forward` of qkv (batch, seq, 3, heads, head_dim). `key_padding_mask`
+        (batch, seq) bool is True for the keys that take part; a query that sees none of them gets
+        0.
         """
         options = self.options(causal) | _padding(key_padding_mask)
         return flash_attend(*qkv.unbind(-3), **options)
@@ -196,17 +177,10 @@ class CrossAttention(SelfAttention):
         causal: bool | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
-
-        Args:
-            q: (batch, seq_q, heads, head_dim).
-            kv: (batch, seq_k, 2, kv_heads, head_dim).
-            causal: overrides the layer's own setting; the last query sees as many keys as take
-                part, which is right where the padding comes last.
-            key_padding_mask: (batch, seq_k) bool, as in `SelfAttention.forward`.
-
-        Returns:
-            The shape of q.
+        """`FlashCrossAttention.forward` of q (batch, seq_q, heads, head_dim) and kv (batch, seq_k,
+        2, kv_heads, head_dim), with the `key_padding_mask` (batch, seq_k) of `SelfAttention`. With
+        `causal` the last query sees as many keys as take part, which is right where the padding
+        comes last.
         """
         options = self.options(causal)
         options |= _padding(key_padding_mask, q.shape[1] if options["causal"] else None)
