@@ -56,6 +56,47 @@ _SEVEN = (
 )
 
 _FAMILIES = ("baichuan", "bigcode", "btlm", "falcon", "gpt_neox", "gptj", "opt")
+# Modules of FlashAttention 2 -> those of flashtile whose names they have.
+_SOURCES = {
+    "flash_attention": "modules.flash_attention",
+    "flash_attn_interface": "flash_attn_2_interface flash_attn_1_interface",
+    "flash_attn_triton": "flash_attn_triton",
+    "bert_padding": "bert_padding",
+    "flash_blocksparse_attn_interface": "flash_blocksparse_attn_interface",
+    "layers": "",
+    "layers.patch_embed": "layers.patch_embed",
+    "layers.rotary": "layers.rotary",
+    "losses": "",
+    "losses.cross_entropy": "losses.token_losses losses.cross_entropy",
+    "models": "",
+    "models.bert": "models.bert",
+    "models.gpt": "models.hugging_face models.shards models.gpt",
+    **{f"models.{family}": "models.hugging_face models.families" for family in _FAMILIES},
+    "models.llama": "models.hugging_face models.families models.checkpoints",
+    "models.vit": "models.vit",
+    "modules": "",
+    "modules.block": "modules.block",
+    "modules.embedding": "modules.embedding",
+    "modules.mha": "modules.alibi modules.mha",
+    "modules.mlp": "layers.tensor_parallel modules.mlp",
+    "ops": "",
+    "ops.activations": "layers.activations",
+    "ops.fused_dense": "layers.tensor_parallel layers.dense modules.mlp",
+    "ops.layer_norm": "layers.dropout_norm",
+    "ops.rms_norm": "layers.dropout_norm",
+    "ops.triton": "",
+    "ops.triton.k_activations": "layers.activations",
+    "ops.triton.layer_norm": "layers.norm",
+    "ops.triton.linear": "layers.dense",
+    "ops.triton.mlp": "layers.dense modules.mlp",
+    "ops.triton.cross_entropy": "losses.token_losses",
+    "ops.triton.rotary": "layers.apply_rotary",
+    "utils": "",
+    "utils.benchmark": "integrations.flash_attn_benchmark",
+    "utils.distributed": "layers.tensor_parallel",
+    "utils.generation": "models.generation models.decoding",
+    "utils.pretrained": "models.checkpoints",
+}
 
 FLASH_ATTN_2 = Package(
     distribution="flash-attn",
@@ -68,58 +109,8 @@ FLASH_ATTN_2 = Package(
             constants=(("__version__", "2.8.4"),),
             operators="flash_attn",
         ),
-        "flash_attn.flash_attention": Contents(("modules.flash_attention",)),
-        "flash_attn.flash_attn_interface": Contents(
-            ("flash_attn_2_interface", "flash_attn_1_interface")
-        ),
-        "flash_attn.flash_attn_triton": Contents(("flash_attn_triton",)),
+        **{f"flash_attn.{name}": Contents((*of.split(),)) for name, of in _SOURCES.items()},
         "flash_attn_2_cuda": Contents(("flash_attn_2_cuda",)),
-        "flash_attn.bert_padding": Contents(("bert_padding",)),
-        "flash_attn.flash_blocksparse_attn_interface": Contents(
-            ("flash_blocksparse_attn_interface",)
-        ),
-        "flash_attn.layers": Contents(),
-        "flash_attn.layers.patch_embed": Contents(("layers.patch_embed",)),
-        "flash_attn.layers.rotary": Contents(("layers.rotary",)),
-        "flash_attn.losses": Contents(),
-        "flash_attn.losses.cross_entropy": Contents(
-            ("losses.token_losses", "losses.cross_entropy")
-        ),
-        "flash_attn.models": Contents(),
-        "flash_attn.models.bert": Contents(("models.bert",)),
-        "flash_attn.models.gpt": Contents(("models.hugging_face", "models.shards", "models.gpt")),
-        **{
-            f"flash_attn.models.{family}": Contents(("models.hugging_face", "models.families"))
-            for family in _FAMILIES
-        },
-        "flash_attn.models.llama": Contents(
-            ("models.hugging_face", "models.families", "models.checkpoints")
-        ),
-        "flash_attn.models.vit": Contents(("models.vit",)),
-        "flash_attn.modules": Contents(),
-        "flash_attn.modules.block": Contents(("modules.block",)),
-        "flash_attn.modules.embedding": Contents(("modules.embedding",)),
-        "flash_attn.modules.mha": Contents(("modules.alibi", "modules.mha")),
-        "flash_attn.modules.mlp": Contents(("layers.tensor_parallel", "modules.mlp")),
-        "flash_attn.ops": Contents(),
-        "flash_attn.ops.activations": Contents(("layers.activations",)),
-        "flash_attn.ops.fused_dense": Contents(
-            ("layers.tensor_parallel", "layers.dense", "modules.mlp")
-        ),
-        "flash_attn.ops.layer_norm": Contents(("layers.dropout_norm",)),
-        "flash_attn.ops.rms_norm": Contents(("layers.dropout_norm",)),
-        "flash_attn.ops.triton": Contents(),
-        "flash_attn.ops.triton.k_activations": Contents(("layers.activations",)),
-        "flash_attn.ops.triton.layer_norm": Contents(("layers.norm",)),
-        "flash_attn.ops.triton.linear": Contents(("layers.dense",)),
-        "flash_attn.ops.triton.mlp": Contents(("layers.dense", "modules.mlp")),
-        "flash_attn.ops.triton.cross_entropy": Contents(("losses.token_losses",)),
-        "flash_attn.ops.triton.rotary": Contents(("layers.apply_rotary",)),
-        "flash_attn.utils": Contents(),
-        "flash_attn.utils.benchmark": Contents(("integrations.flash_attn_benchmark",)),
-        "flash_attn.utils.distributed": Contents(("layers.tensor_parallel",)),
-        "flash_attn.utils.generation": Contents(("models.generation", "models.decoding")),
-        "flash_attn.utils.pretrained": Contents(("models.checkpoints",)),
     },
 )
 
