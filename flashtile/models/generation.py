@@ -104,7 +104,11 @@ def generate(
     logits = model.lm_head(hidden[torch.arange(batch, device=device), lengths.long() - 1])
     # From here on a tensor holds the lengths, because a captured step must read the new ones.
     cache.lengths_per_sample = lengths.clone()
-    step: Callable[[Tensor], Tensor] = _step(model, cache)
+
+    def next_logits(token: Tensor) -> Tensor:
+        return model(token.unsqueeze(-1), inference_params=cache).logits[:, -1]
+
+    step: Callable[[Tensor], Tensor] = next_logits
     running = lengths < max_length
     for left in reversed(range(max_length - shortest)):
         end = lengths.clamp(max=max_length - 1).long().unsqueeze(-1)
@@ -152,11 +156,6 @@ class CapturedStep:
         self.token.copy_(token)
         self.graph.replay()
         return self.logits
-
-
-def _step(model: Any, cache: InferenceParams) -> Callable[[Tensor], Tensor]:
-    """Return a function: newest token of each row, (batch,) -> next logits, (batch, vocab)."""
-    return lambda token: model(token.unsqueeze(-1), inference_params=cache).logits[:, -1]
 
 
 def _lengths(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -143,8 +143,8 @@ class GPTModel(GPTPreTrainedModel):
         if config.prenorm:
             self.drop_f = nn.Dropout(config.residual_dropout)
             self.ln_f: Any = _NORMS[config.norm](config.hidden_size, eps=config.norm_eps, **where)
+            marks = {"_shared_params": True, "_sequence_parallel": config.sequence_parallel}
             for parameter in self.ln_f.parameters() if process_group is not None else ():
-                marks = {"_shared_params": True, "_sequence_parallel": config.sequence_parallel}
                 vars(parameter).update(marks)
         self.apply(partial(_initialize, config=config))
         # GPT-2 scales these weights, because each layer adds two branches to the residual stream,
@@ -196,11 +196,10 @@ class GPTModel(GPTPreTrainedModel):
                 if self.config.prenorm and not (layer.dropout1.p or layer.dropout2.p):
                     state = (_sum(state),)  # one tensor to keep instead of two or three
                 apply = partial(current_layout.kept(layer), mixer_kwargs=arguments)
-                state = checkpoint(apply, *state, use_reentrant=False)
+                result: Any = checkpoint(apply, *state, use_reentrant=False)
             else:
-                state = layer(*state, mixer_kwargs=arguments)
-            if not self.config.prenorm:
-                state = (cast(Tensor, state),)
+                result = layer(*state, mixer_kwargs=arguments)
+            state = result if self.config.prenorm else (result,)
         if not self.config.prenorm:
             return state[0]
         *branches, stream = state
@@ -212,10 +211,8 @@ class GPTModel(GPTPreTrainedModel):
     ) -> dict[int, Tensor]:
         """Each layer's memory, for `InferenceParams.key_value_memory_dict`."""
         layers: list[Any] = list(self.layers)
-        return {
-            index: layer.allocate_inference_cache(batch_size, max_seqlen, dtype)
-            for index, layer in enumerate(layers)
-        }
+        sizes = (batch_size, max_seqlen, dtype)
+        return {i: layer.allocate_inference_cache(*sizes) for i, layer in enumerate(layers)}
 
     def _positions(
         self,
@@ -227,11 +224,12 @@ class GPTModel(GPTPreTrainedModel):
         """Positions for the learned embeddings; None if they are 0, 1, ... or not needed."""
         if self.config.position != "learned":
             return None
-        limit = self.config.max_position_embeddings
+        limit, longest = self.config.max_position_embeddings, max_seqlen
         layout = current_layout.get()
-        longest = max_seqlen if inference_params is None else inference_params.max_seqlen
         if layout is not None:
             longest = layout.longest
+        elif inference_params is not None:
+            longest = inference_params.max_seqlen
         if longest is not None and longest > limit:
             raise ValueError(f"max_seqlen: {longest} exceeds max_position_embeddings {limit}")
         if layout is not None:
@@ -266,13 +264,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         super().__init__(config)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         config = self.config
-        self.transformer = GPTModel(
-            config,
-            process_group,
-            attend=attend,
-            activation_checkpointing=activation_checkpointing,
-            **where,
-        )
+        options = {"attend": attend, "activation_checkpointing": activation_checkpointing, **where}
+        self.transformer = GPTModel(config, process_group, **options)
         self.process_group = process_group
         width = config.word_embed_proj_dim
         self.project_out: nn.Module | None = None

@@ -55,11 +55,6 @@ def _neighbours(config: GPTConfig) -> Tensor:
     return rows.flatten()
 
 
-def _after_padding(config: GPTConfig) -> Tensor:
-    """OPT's first two positions are those of padding."""
-    return torch.arange(config.max_position_embeddings) + 2
-
-
 def _of_layers(*names: str) -> dict[str, str]:
     ours = ("norm1", "norm2", "mixer.Wqkv", "mixer.out_proj", "mlp.fc1", "mlp.fc2")
     return dict(zip(ours, names, strict=True))
@@ -251,9 +246,8 @@ def state_dict_to_transformers(
         weight = state_dict[rule.ours]
         if rule.rows is not None:
             rows = rule.rows.to(weight.device)
-            weight = weight.new_zeros(int(rows.max()) + 1, *weight.shape[1:]).index_copy(
-                0, rows, weight
-            )
+            whole = weight.new_zeros(int(rows.max()) + 1, *weight.shape[1:])
+            weight = whole.index_copy(0, rows, weight)
         parts = weight.split(rule.sizes) if rule.sizes else (weight,)
         for name, part in zip(rule.theirs, parts, strict=True):
             theirs[name] = (part.t() if rule.transposed else part).contiguous()
@@ -330,8 +324,9 @@ def _sizes(config: GPTConfig, parts: int) -> tuple[int, ...]:
 def _rows(ours: str, config: GPTConfig, family: Family) -> Tensor | None:
     if ours.endswith("mixer.Wqkv") and family.projected is not None:
         return family.projected(config)
-    is_opt = family.layers.startswith(_OPT)
-    return _after_padding(config) if is_opt and "position_embeddings" in ours else None
+    if family.layers.startswith(_OPT) and "position_embeddings" in ours:
+        return torch.arange(config.max_position_embeddings) + 2  # after those of padding
+    return None
 
 
 def remap(state_dict: StateDict, config: Any, *, family: str) -> StateDict:

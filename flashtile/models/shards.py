@@ -37,8 +37,8 @@ def shard_state_dict_tp(
             dim, indices = shares
             x = state_dict[name]
             state_dict[name] = x.index_select(dim, indices[rank].to(x.device))
-        elif rank != 0 and _is_of_first(name):
-            del state_dict[name]
+        elif rank != 0 and name.endswith((".out_proj.bias", ".fc2.bias")):
+            del state_dict[name]  # which only the first process has
     return state_dict
 
 
@@ -52,11 +52,6 @@ def combine_state_dicts_tp(state_dicts: list[StateDict], config: Any) -> StateDi
             x = torch.cat([state_dict[name] for state_dict in state_dicts], dim)
             whole[name] = x.index_select(dim, torch.cat(indices).argsort().to(x.device))
     return whole
-
-
-def _is_of_first(name: str) -> bool:
-    """Whether only the first process has a parameter."""
-    return name.endswith((".out_proj.bias", ".fc2.bias"))
 
 
 def _shares(name: str, config: GPTConfig, world: int) -> Shares | None:
