@@ -26,7 +26,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from .flash_attn_modules import ELSEWHERE, INSTEAD, Choice, Contents, Package, missing, owner
@@ -117,12 +117,7 @@ class Installation:
     def __enter__(self) -> Installation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
     def uninstall(self) -> None:
@@ -139,7 +134,9 @@ class Installation:
         self._take_modules()
         sys.modules.update(self._hidden)
         for name, module in self._hidden.items():
-            _bind_in_parent(name, module)
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:
+                setattr(sys.modules[parent], child, module)
 
     def _take_modules(self) -> dict[str, ModuleType]:
         """Remove the modules with our names from ``sys.modules``, and return them."""
@@ -194,12 +191,6 @@ def _waiting_hooks() -> list[Any]:
 
 def _finders() -> list[_Finder]:
     return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
-
-
-def _bind_in_parent(name: str, module: ModuleType) -> None:
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], child, module)
 
 
 class _Finder(DistributionFinder):

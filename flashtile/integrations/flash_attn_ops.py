@@ -116,22 +116,14 @@ def _add(library: torch.library.Library, schema: str, function: Callable[..., An
     torch.library.register_fake(f"{library.ns}::{operator}", run, lib=library)
 
 
-def _bwd(
-    backward: Callable[..., Tensor],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, softmax_d) of FlashAttention-3, and four empty tensors for its work space."""
-    lengths, rest = options[:6], options[6:]
-    targets = [torch.empty_like(x) if y is None else y for x, y in ((q, dq), (k, dk), (v, dv))]
-    results = (dout, q, k, v, out, softmax_lse)
-    softmax_d = backward(*results, *lengths, *targets, *rest)
-    return (*targets, softmax_d, *(q.new_empty(0, dtype=torch.float32) for _ in range(4)))
+def _bwd(backward: Callable[..., Tensor], *given: Any) -> tuple[Tensor, ...]:
+    """(dq, dk, dv, softmax_d) of FlashAttention-3, and four empty tensors for its work space; the
+    arguments are those of `_BWD`.
+    """
+    results, targets, lengths, rest = given[:6], given[6:9], given[9:15], given[15:]
+    q, k, v = results[1:4]
+    dq, dk, dv = (
+        torch.empty_like(x) if y is None else y for x, y in zip((q, k, v), targets, strict=True)
+    )
+    softmax_d = backward(*results, *lengths, dq, dk, dv, *rest)
+    return (dq, dk, dv, softmax_d, *(q.new_empty(0, dtype=torch.float32) for _ in range(4)))

@@ -83,14 +83,11 @@ def fused_mlp_func(
     """``linear(activation(linear(x)))``; with return_residual (result, x).
 
     Args:
-        activation: "gelu_approx", "relu" or "sqrelu".
+        activation: "gelu_approx", "relu" or "sqrelu"; KeyError for others.
         save_pre_act, checkpoint_lvl, heuristic: which kernels flash_attn takes and what it keeps
             for the backward; they change nothing here.
         process_group, sequence_parallel: as in `fused_dense_func`. The result is this process's
             part of a sum.
-
-    Raises:
-        KeyError: an unknown activation.
     """
     ignored("fused_mlp_func", checkpoint_lvl=checkpoint_lvl, heuristic=heuristic)
     hidden = fused_dense_func(x, weight1, bias1, False, process_group, sequence_parallel)
@@ -121,10 +118,7 @@ def triton_dgrad_act(
     act_input: Tensor | None = None,
 ) -> Tensor:
     """``(grad_output @ weight) * derivative(act_input)``, the gradient of the activation's input
-    in ``F.linear(activation(act_input), weight)``.
-
-    Raises:
-        ValueError: an activation without act_input.
+    in ``F.linear(activation(act_input), weight)``; ValueError for an activation without act_input.
     """
     gradient = grad_output @ weight
     derivative = get_triton_activation_bwd_kernel("" if activation == "id" else activation)

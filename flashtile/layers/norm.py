@@ -47,7 +47,7 @@ def layer_norm_fn(
         residual: (..., features), the stream, to which the branches are added.
         eps: added to the variance.
         dropout_p: dropout rate of the branches.
-        rowscale: (...), factor on each row of x; not with x1.
+        rowscale: (...), factor on each row of x; ValueError with x1.
         prenorm: also return the sum, in the dtype of `residual`.
         residual_in_fp32: without `residual`, return the sum in float32.
         zero_centered_weight: the factors are ``1 + weight`` and ``1 + weight1``.
@@ -59,9 +59,6 @@ def layer_norm_fn(
 
     Returns:
         y, or a tuple of those of (y, y1, sum, mask, mask1) that were asked for.
-
-    Raises:
-        ValueError: x1 with rowscale.
     """
     if x1 is not None and rowscale is not None:
         raise ValueError("rowscale: want None with x1")

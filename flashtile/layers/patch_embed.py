@@ -47,10 +47,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, num_patches, embed_dim), or without flatten
-        (batch, rows, columns, embed_dim).
-
-        Raises:
-            ValueError: the image has another size.
+        (batch, rows, columns, embed_dim). ValueError if the image has another size.
         """
         if x.shape[-2:] != self.img_size:
             raise ValueError(f"x: got an image of {tuple(x.shape[-2:])}, want {self.img_size}")

@@ -63,12 +63,9 @@ def apply_rotary_emb_torch(
     `apply_rotary_emb` is more exact in 16 bits, and supports offsets and packed sequences.
 
     Args:
-        x: (batch, seq, heads, head_dim).
+        x: (batch, seq, heads, head_dim); features beyond rotary_dim are passed through.
         cos, sin: (seq, rotary_dim / 2) or (batch, seq, rotary_dim / 2).
         interleaved: as in `apply_rotary_emb`.
-
-    Returns:
-        The shape of x; features beyond rotary_dim are passed through.
     """
     check_rotary_dim("cos", cos, x.shape[-1])
     rotary_dim = 2 * cos.shape[-1]
@@ -234,15 +231,13 @@ class RotaryEmbedding(torch.nn.Module):
     lengths cannot be mixed: when decoding with XPos, pass the same max_seqlen in every call.
 
     Args:
-        dim: number of rotated features of each head (rotary_dim), even.
+        dim: number of rotated features of each head (rotary_dim); ValueError unless it is positive
+            and even.
         base: the longest wavelength is about 2 pi * base tokens.
         interleaved: as in `apply_rotary_emb`.
         scale_base: None for plain RoPE; 512 is usual for XPos.
         device: device of the buffers.
         pos_idx_in_fp32: changes no result: positions are in float32, as in flash_attn since 2.8.
-
-    Raises:
-        ValueError: dim is not a positive even number.
     """
 
     inv_freq: Tensor

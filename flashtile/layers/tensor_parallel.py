@@ -44,9 +44,7 @@ def reduce_scatter_raw(
     input_: Tensor, process_group: Group, async_op: bool = False
 ) -> tuple[Tensor, Any]:
     """(this process's rows of the processes' sum, a handle to wait for), without gradient.
-
-    Raises:
-        ValueError: the rows cannot be divided equally.
+    ValueError if the rows cannot be divided equally.
     """
     rows, world = input_.shape[0], distributed.get_world_size(process_group)
     if rows % world:
@@ -179,10 +177,8 @@ class ColumnParallelLinear(_ParallelLinear):
             processes.
         process_group: of torch.distributed.
         sequence_parallel: the input is this process's part of the rows.
-        multiple_of: each process's output features are a multiple of this.
-
-    Raises:
-        ValueError: out_features is no multiple of multiple_of.
+        multiple_of: each process's output features are a multiple of this; ValueError if
+            out_features is not.
     """
 
     _divided = "out_features"

@@ -244,15 +244,12 @@ class BertPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, model_name: str, config: Any, *inputs: Any, **kwargs: Any) -> Any:
-        """Load a BERT of Hugging Face with transformers.
+        """Load a BERT of Hugging Face with transformers; KeyError if one is missing.
 
         Args:
             model_name: its name or folder.
             config: as in the constructor; its vocabulary may be padded.
             inputs, kwargs: of the constructor.
-
-        Raises:
-            KeyError: the weights lack one that the model has.
         """
         from transformers import BertForPreTraining as Theirs
 
@@ -398,10 +395,8 @@ class BertForPreTraining(BertPreTrainedModel):
 
 def remap_state_dict(state_dict: StateDict, config: Any) -> StateDict:
     """Convert a state dict of transformers' ``BertForPreTraining`` to one of ours, with words
-    padded as the config says. Weights that ours lacks keep their names.
-
-    Raises:
-        KeyError: a weight of attention is missing.
+    padded as the config says. Weights that ours lacks keep their names. KeyError if a weight of
+    attention is missing.
     """
     ours = _renamed(state_dict, (*_TENSORFLOW, *((theirs, ours) for ours, theirs in _NAMES)))
     for joined, parts in _projections(config):

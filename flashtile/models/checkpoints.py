@@ -16,11 +16,8 @@ def state_dict_from_pretrained(
     """The weights of a model of Hugging Face as its files have them.
 
     Args:
-        model_name: a folder, or a name on the Hub.
+        model_name: a folder, or a name on the Hub; OSError if there are no weights.
         device, dtype: of the result; those of the files by default, on the CPU.
-
-    Raises:
-        OSError: there are no weights.
     """
     from safetensors.torch import load_file
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -45,10 +42,7 @@ def state_dict_from_pretrained(
 def config_from_meta_checkpoint(checkpoint_path: Any, model_name: str) -> Any:
     """transformers' ``LlamaConfig`` of Meta's files in checkpoint_path/model_name. The size of the
     vocabulary is that of ``tokenizer.model``, if it is there (needs sentencepiece), or that of
-    ``params.json``, or 32,000.
-
-    Raises:
-        ValueError: the file asks for scaled rotary positions.
+    ``params.json``, or 32,000. ValueError if the file asks for scaled rotary positions.
     """
     from transformers import LlamaConfig
 

@@ -121,15 +121,13 @@ def sample_speculative(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Accept drafted tokens so that the result is distributed as the model's own tokens
-    (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192, algorithm 1).
+    (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192, algorithm 1). The result: tokens
+    (batch, drafted + 1), and how many of them are valid, (batch,).
 
     Args:
         logits: (batch, drafted + 1, vocab) of the model.
         logits_draft: (batch, drafted, vocab), from which tokens_draft (batch, drafted) were drawn.
         top_k, top_p, temperature: as in `generation.sample`.
-
-    Returns:
-        tokens (batch, drafted + 1), and how many of them are valid, (batch,).
     """
     p, q = (_probabilities(x, top_k, top_p, temperature) for x in (logits, logits_draft))
     p_of, q_of = (
@@ -171,17 +169,14 @@ def decode_speculative(
     """`decode` of one prompt, with tokens that a smaller model drafts and `model` checks together.
 
     Args:
-        input_ids: (1, prompt).
+        input_ids: (1, prompt); ValueError for several prompts.
         model_draft: model with the same words.
         speculative_lookahead: number of tokens to draft.
-        eos_token_id: None.
+        eos_token_id: None, else ValueError.
         cg, debug: not needed; they change nothing.
 
     Returns:
         sequences (1, max_length) and their logits (1, new tokens, vocab).
-
-    Raises:
-        ValueError: several prompts, or eos_token_id.
     """
     ignored("decode_speculative", tensor_parallel=tensor_parallel > 1, cg=cg, debug=debug)
     if input_ids.shape[0] != 1 or eos_token_id is not None:

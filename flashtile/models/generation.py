@@ -20,7 +20,7 @@ def sample(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw the next token of each row.
+    """Draw the next token of each row, (batch,) int64.
 
     Args:
         logits: (batch, vocab).
@@ -30,9 +30,6 @@ def sample(
             limit.
         temperature: the logits are divided by this number.
         generator: random number generator on the device of logits.
-
-    Returns:
-        (batch,) int64.
 
     Raises:
         ValueError: an argument is out of range.

@@ -17,15 +17,12 @@ Shares = tuple[int, list[Tensor]]  # a dimension, and each process's indices of 
 def shard_state_dict_tp(
     state_dict: StateDict, config: Any, world_size: int, rank: int
 ) -> StateDict:
-    """Keep what one of several processes has of the state dict of a `GPTLMHeadModel`.
+    """Keep what one of several processes has of the state dict of a `GPTLMHeadModel`; returns it.
 
     Args:
         state_dict: of a model without process group; changed in place.
         config: of the model.
         world_size, rank: number of processes, and number of this one.
-
-    Returns:
-        state_dict.
 
     Raises:
         ValueError: words or positions cannot be divided equally.

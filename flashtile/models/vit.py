@@ -115,11 +115,8 @@ class VisionTransformer(nn.Module):
         fused_mlp: the activation is GELU with tanh instead.
         use_flash_attn, fused_bias_fc, fused_dropout_add_ln: which kernels flash_attn takes; they
             change no result here.
-        global_pool, init_values, class_token, pre_norm, fc_norm, weight_init: as in timm, only with
-            their defaults.
-
-    Raises:
-        ValueError: one of the last six has another value.
+        global_pool, init_values, class_token, pre_norm, fc_norm, weight_init: as in timm;
+            ValueError for other values than their defaults.
     """
 
     def __init__(
@@ -256,10 +253,8 @@ def init_weights_vit_timm(module: Any, name: str = "") -> None:
 
 
 def vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """ViT-B/16 with 86 million parameters; kwargs of `VisionTransformer`.
-
-    Raises:
-        ValueError: pretrained, for which timm's weights can be loaded.
+    """ViT-B/16 with 86 million parameters; kwargs of `VisionTransformer`. ValueError with
+    `pretrained`, for which timm's weights can be loaded.
     """
     if pretrained:
         raise ValueError("pretrained: got True, want False; load_state_dict takes timm's weights")

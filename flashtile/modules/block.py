@@ -109,12 +109,9 @@ class Block(_Layers):
         drop_path1, drop_path2: the same for `StochasticDepth`.
         fused_dropout_add_ln: which kernels `flash_attn` takes; it changes no result here.
         return_residual: mixer and MLP return (branch, their input); only without `prenorm`.
-        residual_in_fp32: keep the residual stream in float32; only with `prenorm`.
+        residual_in_fp32: keep the residual stream in float32; ValueError without `prenorm`.
         sequence_parallel, mark_shared_params: set the attributes `_sequence_parallel` and
             `_shared_params` of the norms' parameters, which tensor parallelism reads.
-
-    Raises:
-        ValueError: residual_in_fp32 without prenorm.
     """
 
     def __init__(
@@ -160,17 +157,14 @@ class Block(_Layers):
         Args:
             hidden_states: (..., dim), the previous layer's branch, or the embeddings.
             residual: (..., dim), the stream that the previous layer returned; None in the first
-                layer and without prenorm.
+                layer. ValueError without prenorm.
             mixer_subset: index of the tokens of `hidden_states` (batch, seq, dim) that go on; see
-                `MHA.forward`. Only with prenorm.
+                `MHA.forward`. ValueError without prenorm.
             mixer_kwargs: keyword arguments of the mixer.
 
         Returns:
             With prenorm (hidden_states, residual), the branch and the stream to which it is to be
             added; otherwise hidden_states. All (..., dim).
-
-        Raises:
-            ValueError: residual or mixer_subset without prenorm.
         """
         arguments = dict(mixer_kwargs or {})
         has_mlp = not isinstance(self.mlp, nn.Identity)

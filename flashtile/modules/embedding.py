@@ -35,31 +35,23 @@ class GPT2Embeddings(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.max_position_embeddings = max_position_embeddings
         words = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
-        self.word_embeddings = nn.Embedding(
-            vocab_size, words, padding_idx, device=device, dtype=dtype
-        )
+        self.word_embeddings = nn.Embedding(vocab_size, words, padding_idx, **where)
         self.project_in: nn.Module | None = None
         if word_embed_proj_dim is not None:
-            self.project_in = nn.Linear(words, embed_dim, bias=False, device=device, dtype=dtype)
+            self.project_in = nn.Linear(words, embed_dim, bias=False, **where)
         if max_position_embeddings > 0:
-            self.position_embeddings = nn.Embedding(
-                max_position_embeddings, embed_dim, device=device, dtype=dtype
-            )
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **where)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Embed tokens.
+        """The embeddings, (..., seq, embed_dim).
 
         Args:
             input_ids: (..., seq) integers.
             position_ids: broadcasts to the shape of input_ids; ``0, 1, ..., seq - 1`` by default.
-
-        Returns:
-            (..., seq, embed_dim).
-
-        Raises:
-            ValueError: position_ids is None and there are more tokens than positions.
+                ValueError if there are fewer positions than tokens.
         """
         embedded = self.word_embeddings(input_ids)
         if self.project_in is not None:
@@ -75,8 +67,8 @@ class BertEmbeddings(GPT2Embeddings):
 
     Args:
         type_vocab_size: rows of `token_type_embeddings`; 0 for none.
-        embed_dim, vocab_size, max_position_embeddings, padding_idx, device, dtype: as in
-            `GPT2Embeddings`.
+
+    The other arguments are those of `GPT2Embeddings`.
     """
 
     def __init__(
@@ -113,11 +105,10 @@ class VocabParallelEmbedding(nn.Embedding):
     """An embedding of which each process of a group has some tokens, and 0 for the others.
 
     Args:
-        num_embeddings, args, padding_idx, kwargs: as in ``torch.nn.Embedding``, over all processes.
+        num_embeddings, args, kwargs: as in ``torch.nn.Embedding``, over all processes; ValueError
+            if the tokens cannot be divided equally.
+        padding_idx: None with several processes, else ValueError.
         process_group: of torch.distributed, or None.
-
-    Raises:
-        ValueError: the tokens cannot be divided equally, or there is a padding_idx.
     """
 
     def __init__(
@@ -148,11 +139,8 @@ class ColumnParallelEmbedding(nn.Embedding):
 
     Args:
         num_embeddings, embedding_dim, args, kwargs: as in ``torch.nn.Embedding``, over all
-            processes.
+            processes; ValueError if the features cannot be divided equally.
         process_group: of torch.distributed, or None.
-
-    Raises:
-        ValueError: the features cannot be divided equally.
     """
 
     def __init__(
@@ -175,8 +163,8 @@ class ParallelGPT2Embeddings(nn.Module):
     Args:
         process_group: of torch.distributed.
         sequence_parallel: the result is this process's part of the rows.
-        embed_dim, vocab_size, max_position_embeddings, padding_idx, device, dtype: as in
-            `GPT2Embeddings`.
+
+    The other arguments are those of `GPT2Embeddings`.
     """
 
     def __init__(
@@ -209,16 +197,13 @@ class ParallelGPT2Embeddings(nn.Module):
         position_ids: Tensor | None = None,
         combine_batch_seqlen_dim: bool = False,
     ) -> Tensor:
-        """Embed tokens.
+        """The embeddings, (batch, seq, embed_dim), or (batch * seq, embed_dim); with
+        sequence_parallel this process's part of the first dimension.
 
         Args:
             input_ids, position_ids: as in `GPT2Embeddings.forward`, the same in all processes.
             combine_batch_seqlen_dim: the rows that the processes share are the tokens of all
                 sequences, not the sequences.
-
-        Returns:
-            (batch, seq, embed_dim), or (batch * seq, embed_dim); with sequence_parallel this
-            process's part of the first dimension.
         """
         embedded = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:

@@ -79,15 +79,12 @@ class FlashSelfAttention(_Options):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Attend.
+        """The results of attention, (batch, seq, heads, head_dim), or (total, heads, head_dim).
 
         Args:
             qkv: (batch, seq, 3, heads, head_dim), or (total, 3, heads, head_dim) if packed.
             causal: overrides the layer's own setting.
             cu_seqlens, max_seqlen: of packed sequences, as in `flashtile.attention_varlen`.
-
-        Returns:
-            (batch, seq, heads, head_dim), or (total, heads, head_dim).
         """
         q, k, v = qkv.unbind(-3)
         options = self.options(causal)
@@ -125,7 +122,7 @@ class FlashCrossAttention(_Options):
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
     ) -> Tensor:
-        """Attend.
+        """The results of attention, in the shape of q.
 
         Args:
             q: (batch, seq_q, heads, head_dim), or (total_q, heads, head_dim) if packed.
@@ -133,9 +130,6 @@ class FlashCrossAttention(_Options):
             causal: overrides the layer's own setting; aligned to the bottom-right corner.
             cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k: of packed queries and keys, as in
                 `flashtile.attention_varlen`.
-
-        Returns:
-            The shape of q.
         """
         options = self.options(causal)
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -330,7 +324,7 @@ class MHA(nn.Module):
         causal: bool | None = None,
         seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend.
+        """A result in the shape of x, of `mixer_subset` if given; with return_residual (result, x).
 
         Args:
             x: (batch, seq, embed_dim), or (total, embed_dim) with cu_seqlens, or inside `with
@@ -349,9 +343,6 @@ class MHA(nn.Module):
             causal: overrides the layer's own setting; not with inference_params.
             seqlen: x is (batch * seqlen, embed_dim), or with sequence parallelism a part of these
                 rows.
-
-        Returns:
-            The shape of x, of `mixer_subset` if given; with return_residual (result, x).
 
         Raises:
             ValueError: the arguments do not fit together.
@@ -511,10 +502,8 @@ class ParallelMHA(MHA):
         process_group: of torch.distributed.
         sequence_parallel: x and the result are this process's part of the rows, that is of the
             first dimension; if not, all processes have all of them.
-        embed_dim, num_heads, num_heads_kv, qkv_proj_bias, out_proj_bias, dropout, softmax_scale,
-            causal, layer_idx, rotary_emb_dim, rotary_emb_base, rotary_emb_scale_base,
-            rotary_emb_interleaved, use_alibi, window_size, use_flash_attn, checkpointing, device,
-            dtype: as in `MHA`, over all processes.
+
+    The other arguments are those of `MHA`, over all processes.
     """
 
     def __init__(

@@ -121,8 +121,8 @@ class ParallelMLP(Mlp):
         process_group: of torch.distributed.
         sequence_parallel: x and the result are this process's part of the rows; if not, all
             processes have all of them.
-        in_features, hidden_features, out_features, activation, bias1, bias2, device, dtype: as in
-            `Mlp`, over all processes.
+
+    The other arguments are those of `Mlp`, over all processes.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class FusedMLP(Mlp):
     Args:
         checkpoint_lvl, heuristic: what flash_attn keeps for the backward, and which kernels it
             takes; they change nothing here.
-        in_features, hidden_features, out_features, bias1, bias2, return_residual, device, dtype: as
-            in `Mlp`.
+
+    The other arguments are those of `Mlp`.
     """
 
     def __init__(
