@@ -261,16 +261,10 @@ INSTEAD = {
     "flash_attn.ops.triton.layer_norm.rms_norm_ref": "torch.nn.functional.rms_norm",
     "flash_attn.ops.triton.mlp.FusedDenseSqreluDenseFunc": "fused_dense_sqrelu_dense_function",
     **{
-        f"flash_attn.utils.benchmark.{name}": "torch.utils.benchmark, torch.profiler"
-        for name in (
-            "benchmark_all",
-            "benchmark_backward",
-            "benchmark_combined",
-            "benchmark_fwd_bwd",
-            "benchmark_memory",
-            "pytorch_profiler",
-        )
+        f"flash_attn.utils.benchmark.benchmark_{name}": "torch.utils.benchmark, torch.profiler"
+        for name in ("all", "backward", "combined", "fwd_bwd", "memory")
     },
+    "flash_attn.utils.benchmark.pytorch_profiler": "torch.utils.benchmark, torch.profiler",
     "flash_attn.utils.distributed.AllGatherFunc": "all_gather",
     "flash_attn.utils.distributed.AllReduceFunc": "all_reduce",
     "flash_attn.utils.distributed.ReduceScatterFunc": "reduce_scatter",

@@ -22,14 +22,7 @@ def apply_rotary(
     """`apply_rotary_emb` without recording gradients. `conjugate` rotates by the opposite angles,
     as the backward does.
     """
+    sin = -sin if conjugate else sin
+    positions = (seqlen_offsets, cu_seqlens, max_seqlen)
     with torch.no_grad():
-        return apply_rotary_emb(
-            x,
-            cos,
-            -sin if conjugate else sin,
-            interleaved=interleaved,
-            inplace=inplace,
-            seqlen_offsets=seqlen_offsets,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-        )
+        return apply_rotary_emb(x, cos, sin, interleaved, inplace, *positions)

@@ -164,7 +164,8 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k in place inside one tensor that also holds v.
+    """Rotate q and k in place inside one tensor that also holds v, which is returned. Errors are
+    those of `apply_rotary_emb`, before anything is written.
 
     Args:
         qkv: (batch, seq, 3, heads, head_dim), or (batch, seq, heads_q + 2 * heads_k, head_dim) with
@@ -173,9 +174,6 @@ def apply_rotary_emb_qkv_(
         cos_k, sin_k: separate tables for k, as for XPos; those of q by default.
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         num_heads_q: number of query heads in the four-dimensional layout.
-
-    Returns:
-        qkv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
     q, k = _q_and_k(qkv, num_heads_q)
     interleaved = checks.flag("interleaved", interleaved)
@@ -201,14 +199,11 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
 ) -> Tensor:
-    """Rotate k in place inside one tensor that also holds v.
+    """`apply_rotary_emb_qkv_` of keys and values.
 
     Args:
         kv: (batch, seq, 2, heads, head_dim). Use the returned tensor afterwards.
         cos, sin, interleaved, seqlen_offsets: as in `apply_rotary_emb`.
-
-    Returns:
-        kv, the same memory. Raises as `apply_rotary_emb` does, before anything is written.
     """
     check_layout("kv", kv, "batch, seq, 2, heads, head_dim")
     interleaved = checks.flag("interleaved", interleaved)
@@ -271,12 +266,7 @@ class RotaryEmbedding(torch.nn.Module):
         self, length: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> RotaryTables:
         """Tables of at least the first `length` positions; those of the last call are reused if
-        they fit.
-
-        Args:
-            length: length of the longest sequence.
-            device: device of the tables.
-            dtype: dtype of the tables; they are computed in float32 and rounded once.
+        they fit. They are computed in float32 and rounded to `dtype` once.
         """
         tables = self._tables
         if tables is None or not tables.fit(length, device, dtype):
@@ -325,7 +315,7 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotate q and k in place.
+        """Rotate q and k in place; returns qkv, or (q, kv). Errors are those of `apply_rotary_emb`.
 
         Args:
             qkv: as in `apply_rotary_emb_qkv_`; with kv only q, (batch, seq, heads, head_dim).
@@ -334,9 +324,6 @@ class RotaryEmbedding(torch.nn.Module):
             max_seqlen: length of the tables. The first call needs it if seqlen_offset is a tensor,
                 because the host does not read tensors.
             num_heads_q: as in `apply_rotary_emb_qkv_`.
-
-        Returns:
-            qkv, or (q, kv), the same memory. Raises as `apply_rotary_emb` does.
         """
         if kv is None:
             _q_and_k(qkv, num_heads_q)

@@ -135,17 +135,14 @@ class BertEncoder(nn.Module):
         key_padding_mask: Tensor | None = None,
         subset_mask: Tensor | None = None,
     ) -> Tensor:
-        """Apply the layers.
+        """The features, (batch, seq, hidden_size); with subset_mask (total, hidden_size), without
+        padding if `use_flash_attn` is set.
 
         Args:
             hidden_states: (batch, seq, hidden_size).
             key_padding_mask: (batch, seq) bool, True for tokens, False for padding.
             subset_mask: (batch, seq) bool, the tokens whose features are returned. With
                 `use_flash_attn` and a key_padding_mask it needs `last_layer_subset`.
-
-        Returns:
-            (batch, seq, hidden_size); with subset_mask (total, hidden_size), without padding if
-            `use_flash_attn` is set.
         """
         if key_padding_mask is None or not self.use_flash_attn:
             padding = {"key_padding_mask": key_padding_mask}
@@ -227,10 +224,8 @@ class BertPreTrainingHeads(nn.Module):
 
 
 class BertPreTrainedModel(nn.Module):
-    """What the models have in common: a `config`, and `from_pretrained`.
-
-    Raises:
-        ValueError: the config has a value that the models do not support; the message names it.
+    """What the models have in common: a `config`, and `from_pretrained`. ValueError names a value
+    of the config that the models do not support.
     """
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
@@ -320,13 +315,8 @@ class BertModel(BertPreTrainedModel):
 
 
 class BertForPreTraining(BertPreTrainedModel):
-    """`BertModel` with the heads of its training.
-
-    Args:
-        config: as the module describes it.
-
-    Raises:
-        ValueError: last_layer_subset without dense_seq_output, and as in `BertPreTrainedModel`.
+    """`BertModel` with the heads of its training. ValueError if `config`, which the module
+    describes, has last_layer_subset without dense_seq_output, and as in `BertPreTrainedModel`.
     """
 
     def __init__(self, config: Any) -> None:

@@ -53,9 +53,8 @@ def config_from_meta_checkpoint(checkpoint_path: Any, model_name: str) -> Any:
     # A gated MLP has three matrices where another has two, so 2/3 of the width, rounded up.
     width = int((params.get("ffn_dim_multiplier") or 1) * (8 * params["dim"] // 3))
     multiple = params.get("multiple_of", 1)
-    vocab_size, tokenizer = 32_000, folder / "tokenizer.model"
-    if params.get("vocab_size", -1) > 0:
-        vocab_size = params["vocab_size"]
+    vocab_size = max(params.get("vocab_size", -1), 0) or 32_000
+    tokenizer = folder / "tokenizer.model"
     if tokenizer.is_file():
         from sentencepiece import SentencePieceProcessor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -10,18 +11,7 @@ from torch import Tensor
 
 from ..kernel_hints import ignored
 from ..modules.inference import InferenceParams
-from .generation import CapturedStep, sample
-
-# Arguments that `decode` has and `generation.generate` has not.
-OPTIONS = {
-    "return_dict_in_generate",
-    "output_scores",
-    "teacher_outputs",
-    "vocab_size",
-    "tensor_parallel",
-    "cg",
-    "enable_timing",
-}
+from .generation import CapturedStep, generate, sample
 
 
 class DecoderOutput(NamedTuple):
@@ -62,7 +52,8 @@ def decode(
     cg: bool = False,
     enable_timing: bool = False,
 ) -> DecoderOutput:
-    """Continue prompts of one length until max_length, or until all rows draw eos_token_id at once.
+    """Continue prompts of one length until max_length, or until all rows draw eos_token_id at once:
+    sequences (batch, length), and for each new token its logits (batch, vocab).
 
     Args:
         input_ids: (batch, prompt).
@@ -72,9 +63,6 @@ def decode(
         tensor_parallel: not needed; the model knows its process group.
         cg: capture the step for one token in a CUDA graph.
         enable_timing: print the time.
-
-    Returns:
-        sequences (batch, length), and for each new token its logits (batch, vocab).
     """
     ignored("decode", tensor_parallel=tensor_parallel > 1)
     if cg and input_ids.device.type != "cuda":
@@ -166,7 +154,8 @@ def decode_speculative(
     enable_timing: bool = False,
     debug: bool = False,
 ) -> DecoderOutput:
-    """`decode` of one prompt, with tokens that a smaller model drafts and `model` checks together.
+    """`decode` of one prompt, with tokens that a smaller model drafts and `model` checks together:
+    sequences (1, max_length) and their logits (1, new tokens, vocab).
 
     Args:
         input_ids: (1, prompt); ValueError for several prompts.
@@ -174,9 +163,6 @@ def decode_speculative(
         speculative_lookahead: number of tokens to draft.
         eos_token_id: None, else ValueError.
         cg, debug: not needed; they change nothing.
-
-    Returns:
-        sequences (1, max_length) and their logits (1, new tokens, vocab).
     """
     ignored("decode_speculative", tensor_parallel=tensor_parallel > 1, cg=cg, debug=debug)
     if input_ids.shape[0] != 1 or eos_token_id is not None:
@@ -219,6 +205,11 @@ def _print_time(start: float, x: Tensor) -> None:
         torch.cuda.synchronize(x.device)
     took = 1000 * (time.perf_counter() - start)
     print(f"Prompt processing + decoding time: {took:.0f}ms")
+
+
+# Arguments that only flash_attn's generation has, not `generation.generate`.
+OPTIONS = signature(decode).parameters.keys() - signature(generate).parameters.keys()
+OPTIONS |= {"return_dict_in_generate", "output_scores"}
 
 
 class GenerationMixin:

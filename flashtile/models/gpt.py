@@ -76,17 +76,13 @@ class GPTPreTrainedModel(nn.Module):
         """Load a model of Hugging Face with transformers, as a `GPTLMHeadModel`.
 
         Args:
-            model_name: name or folder of a model of a family that `GPTConfig.from_transformers`
-                knows.
+            model_name: name or folder of a model whose weights fit the config, else ValueError.
             config: `GPTConfig`, or a config of transformers, perhaps with flash-attn's additional
                 attributes; its vocabulary may be padded.
             args, kwargs, device, dtype: of the constructor.
             strict: raise an error for weights that are missing or have no parameter.
             world_size, rank: number of processes that share the model, and this one's; with a
                 `process_group` in `args` or `kwargs`.
-
-        Raises:
-            ValueError: the weights do not fit the config.
         """
         from transformers import AutoModelForCausalLM
 
@@ -245,10 +241,8 @@ class GPTModel(GPTPreTrainedModel):
 
 
 class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
-    """`GPTModel` and a linear layer from features to the logits of the next token.
-
-    Args:
-        config, process_group, device, dtype, attend, activation_checkpointing: as in `GPTModel`.
+    """`GPTModel`, which has the same arguments, and a linear layer from features to the logits of
+    the next token.
     """
 
     def __init__(
@@ -290,12 +284,10 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         evaluation mode.
 
         Args:
-            model: a model for language of a family that `GPTConfig.from_transformers` knows.
+            model: a model for language, whose config `GPTConfig.from_transformers` takes, or else
+                raises ValueError.
             keywords: arguments of the constructor; device and dtype are those of `model` by
                 default.
-
-        Raises:
-            ValueError: `model` has an option that `GPTConfig` lacks; the message names it.
         """
         ours = cls(model.config, **{"device": model.device, "dtype": model.dtype, **keywords})
         state = hugging_face.state_dict_from_transformers(
@@ -316,7 +308,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> CausalLMOutput | CausalLMLoss:
-        """Logits of the next token, or the loss.
+        """Named tuples: (logits,) of the next token, (..., vocab_size), or with targets (loss,).
 
         Args:
             input_ids: (batch, seq) integers, or (total,) with cu_seqlens. Padding must be on the
@@ -334,9 +326,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
             inference_params: keys and values of earlier tokens, to which those of input_ids are
                 appended. No gradient is recorded through attention.
             num_last_tokens: compute logits only for this many last tokens of each row; 0 for all.
-
-        Returns:
-            Named tuples: (logits,), (..., vocab_size), or with targets (loss,).
 
         Raises:
             ValueError: the arguments do not fit together; the message names them.
@@ -394,11 +383,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         return generation.generate(self, input_ids, max_length, **options)
 
     def num_parameters(self, embeddings: bool = True) -> int:
-        """Number of parameters.
-
-        Args:
-            embeddings: count the embedding tables too. False counts only the weights that a token
-                is multiplied by, which include a table that is tied to the head.
+        """Number of parameters; without `embeddings` of the weights that a token is multiplied by,
+        which include a table that is tied to the head.
         """
         total = sum(parameter.numel() for parameter in self.parameters())
         if embeddings:
@@ -410,14 +396,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         return total
 
     def flops_per_token(self, seqlen: int) -> float:
-        """Floating-point operations per token of a training step, forward and backward.
+        """Floating-point operations per token of a training step, forward and backward, on
+        sequences of `seqlen` tokens.
 
         A token needs 6 for each weight that it is multiplied by and, in each layer, 12 for each
         pair of a feature of the query heads and a visible key, on average (Chowdhery et al. 2022,
         "PaLM", appendix B, which counts masked keys too).
-
-        Args:
-            seqlen: number of tokens of a sequence.
         """
         config = self.config
         left = config.window_size[0]
@@ -510,14 +494,11 @@ def create_block(
     *,
     attend: Attend = flash_attend,
 ) -> Block | ParallelBlock:
-    """One layer of a `GPTModel`.
+    """One layer of a `GPTModel`; ValueError if `config` does not fit.
 
     Args:
         config, process_group, device, dtype, attend: as in `GPTModel`.
         layer_idx: index of the layer. The first dropout of layer 0 is that of the embeddings.
-
-    Raises:
-        ValueError: `config` does not fit.
     """
     config = GPTConfig.from_transformers(config)
     kind = {"tied_norm": config.tied_norm} if config.parallel_block else {"prenorm": config.prenorm}

@@ -135,8 +135,7 @@ class GPTConfig:
         `n_head_kv`, `rms_norm` and `parallel_block`.
 
         Raises:
-            ValueError: `config` is of another model, or has an option that `GPTConfig` lacks; the
-                message names it.
+            ValueError: the message names another model, or an option that `GPTConfig` lacks.
         """
         if isinstance(config, GPTConfig):
             return config

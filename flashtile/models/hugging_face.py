@@ -69,7 +69,7 @@ def _others(words: str, positions: str, ln_f: str, lm_head: str = "lm_head") -> 
     }
 
 
-_QKV = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_QKV = "{0}.q_proj {0}.k_proj {0}.v_proj"
 _LLAMA = ("input_layernorm", "post_attention_layernorm")
 _LLAMA_MLP = ("mlp.up_proj mlp.gate_proj", "mlp.down_proj")
 _GPT2 = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj")
@@ -81,6 +81,7 @@ _OF_FALCON_LAYERS = _of_layers(
 _OF_GPT2 = _others("transformer.wte", "transformer.wpe", "transformer.ln_f")
 _OF_LLAMA = _others("model.embed_tokens", "", "model.norm")
 _OPT = "model.decoder."
+_OPT_NORMS = ("self_attn_layer_norm", "final_layer_norm")
 _MEGATRON = "language_model.encoder."
 
 FAMILIES = {
@@ -94,7 +95,7 @@ FAMILIES = {
     ),
     "llama": Family(
         "model.layers.",
-        _of_layers(*_LLAMA, _QKV, "self_attn.o_proj", *_LLAMA_MLP),
+        _of_layers(*_LLAMA, _QKV.format("self_attn"), "self_attn.o_proj", *_LLAMA_MLP),
         _OF_LLAMA,
         _neighbours,
     ),
@@ -117,9 +118,7 @@ FAMILIES = {
     ),
     "opt": Family(
         f"{_OPT}layers.",
-        _of_layers(
-            "self_attn_layer_norm", "final_layer_norm", _QKV, "self_attn.out_proj", "fc1", "fc2"
-        ),
+        _of_layers(*_OPT_NORMS, _QKV.format("self_attn"), "self_attn.out_proj", "fc1", "fc2"),
         _others(f"{_OPT}embed_tokens", f"{_OPT}embed_positions", f"{_OPT}final_layer_norm")
         | {
             "transformer.embeddings.project_in": f"{_OPT}project_in",
@@ -128,14 +127,7 @@ FAMILIES = {
     ),
     "gptj": Family(
         "transformer.h.",
-        _of_layers(
-            "ln_1",
-            "",
-            "attn.q_proj attn.k_proj attn.v_proj",
-            "attn.out_proj",
-            "mlp.fc_in",
-            "mlp.fc_out",
-        ),
+        _of_layers("ln_1", "", _QKV.format("attn"), "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
         _OF_GPT2,
     ),
     "gpt_neox": Family(
@@ -235,10 +227,8 @@ def state_dict_to_transformers(
     Args:
         state_dict: state dict of our model.
         config: configuration of our model, from `GPTConfig.from_transformers`.
-        family: as in `state_dict_from_transformers`.
-
-    Raises:
-        ValueError: no family is given, and the model is neither a GPT-2 nor a Llama.
+        family: as in `state_dict_from_transformers`; ValueError if none is given, and the model is
+            neither a GPT-2 nor a Llama.
     """
     names = FAMILIES[_family(config) if family is None else family]
     theirs = {f"{names.others['lm_head']}.weight": state_dict["lm_head.weight"]}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..layers.tensor_parallel import get_dim_for_local_rank
 from .gpt_config import GPTConfig
+from .hugging_face import StateDict
 
-StateDict = dict[str, Tensor]
 Shares = tuple[int, list[Tensor]]  # a dimension, and each process's indices of it
 
 
@@ -22,10 +22,8 @@ def shard_state_dict_tp(
     Args:
         state_dict: of a model without process group; changed in place.
         config: of the model.
-        world_size, rank: number of processes, and number of this one.
-
-    Raises:
-        ValueError: words or positions cannot be divided equally.
+        world_size, rank: number of processes, and number of this one; ValueError if words or
+            positions cannot be divided equally.
     """
     config = GPTConfig.from_transformers(config)
     for name in list(state_dict):

@@ -21,14 +21,10 @@ _KERNELS = (
 )
 GATED = ("swiglu", "geglu", "glu")
 _GATED_MULTIPLE = 128  # flash-attn rounds the width of a gated MLP up to a multiple of this
-# Activations of a GPT2Config -> ours; the last lines are those that only flash-attn accepts.
+# Activations of a GPT2Config, some of which only flash-attn accepts -> ours.
 _GPT2_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    **dict.fromkeys(("gelu_fast", "gelu_approx"), "gelu_tanh"),
-    **{name: name for name in (*GATED, "sqrelu")},
+    **{name: name for name in ("gelu", "relu", "sqrelu", *GATED)},
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_approx"), "gelu_tanh"),
 }
 _LLAMA_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 
@@ -69,10 +65,8 @@ def want(config: Any, name: str, wanted: Any) -> None:
 
 def rope(config: Any, name: str, default: float) -> float:
     """`rope_theta` or `partial_rotary_factor`, which releases of transformers keep in different
-    places, and Meta's files and older GPT-NeoX under other names.
-
-    Raises:
-        ValueError: the frequencies are scaled.
+    places, and Meta's files and older GPT-NeoX under other names. ValueError if the frequencies are
+    scaled.
     """
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -94,10 +88,8 @@ def llama_fields(config: Any) -> dict[str, Any]:
 
 
 def gpt2_fields(config: Any) -> dict[str, Any]:
-    """Fields for a GPT2Config.
-
-    Raises:
-        ValueError: `GPTModel` does not support an attribute's value; the message names both.
+    """Fields for a GPT2Config. ValueError names an attribute with a value that `GPTModel` does not
+    support.
     """
     ignored("GPT2Config", **{name: getattr(config, name, None) for name in _KERNELS})
     want(config, "add_cross_attention", False)

@@ -49,7 +49,8 @@ def flash_attend(
     max_seqlen_k: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """`Attend` with flashtile; inside `with layout:` of `flashtile.distributed` over all ranks.
+    """`Attend` with flashtile; inside `with layout:` of `flashtile.distributed` over all ranks. The
+    result has the shape of q with the head dim of v.
 
     Args:
         q, k, v: dense or packed, as in `flashtile.attention` and `flashtile.attention_varlen`.
@@ -57,9 +58,6 @@ def flash_attend(
             queries; None if dense.
         cu_seqlens_k, max_seqlen_k: the same for the keys; those of the queries by default.
         options: options of `flashtile.attention`.
-
-    Returns:
-        The shape of q with the head dim of v.
 
     Raises:
         ValueError: only one of cu_seqlens and max_seqlen is given, or any of them inside `with

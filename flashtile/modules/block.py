@@ -152,7 +152,8 @@ class Block(_Layers):
         mixer_subset: Any = None,
         mixer_kwargs: dict[str, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply the layer.
+        """With prenorm (hidden_states, residual), the branch and the stream to which it is to be
+        added; otherwise hidden_states. All (..., dim).
 
         Args:
             hidden_states: (..., dim), the previous layer's branch, or the embeddings.
@@ -161,10 +162,6 @@ class Block(_Layers):
             mixer_subset: index of the tokens of `hidden_states` (batch, seq, dim) that go on; see
                 `MHA.forward`. ValueError without prenorm.
             mixer_kwargs: keyword arguments of the mixer.
-
-        Returns:
-            With prenorm (hidden_states, residual), the branch and the stream to which it is to be
-            added; otherwise hidden_states. All (..., dim).
         """
         arguments = dict(mixer_kwargs or {})
         has_mlp = not isinstance(self.mlp, nn.Identity)
@@ -245,17 +242,14 @@ class ParallelBlock(_Layers):
         residual: Tensor | None = None,
         mixer_kwargs: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply the layer.
+        """(hidden_states1, hidden_states2, residual), the branches of mixer and MLP and the stream
+        to which they are to be added, (..., dim) each.
 
         Args:
             hidden_states1, hidden_states2: (..., dim), the branches of the previous layer's mixer
                 and MLP; in the first layer the embeddings and None.
             residual: (..., dim), the stream that the previous layer returned; None in the first.
             mixer_kwargs: keyword arguments of the mixer.
-
-        Returns:
-            (hidden_states1, hidden_states2, residual), the branches of mixer and MLP and the stream
-            to which they are to be added, (..., dim) each.
         """
         stream = self.dropout1(hidden_states1)
         stream = stream if residual is None else residual + stream

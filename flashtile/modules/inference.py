@@ -48,10 +48,7 @@ class InferenceParams:
         """Keys and values of a layer, (batch, max_seqlen, kv_heads, head_dim) each.
 
         The first call allocates them, in the dtype and on the device of `k`, the new keys
-        (batch, seq, kv_heads, head_dim).
-
-        Raises:
-            ValueError: `max_batch_size` or `max_seqlen` is too small.
+        (batch, seq, kv_heads, head_dim). ValueError if max_batch_size or max_seqlen is too small.
         """
         batch, new, heads, head_dim = k.shape
         end = self.batch_size_offset + batch

@@ -185,7 +185,8 @@ class MHA(nn.Module):
     """Multi-head attention: projections, rotary embedding, attention, output projection.
 
     Self-attention projects with `Wqkv`, whose output holds the query heads, then the key heads,
-    then the value heads. Cross-attention projects with `Wq` and `Wkv`.
+    then the value heads. Cross-attention projects with `Wq` and `Wkv`. ValueError names an argument
+    that does not fit the others.
 
     Args:
         embed_dim: number of features of a token.
@@ -209,9 +210,6 @@ class MHA(nn.Module):
         head_dim: ``embed_dim / num_heads`` by default.
         attend: function that computes self-attention; flashtile by default. May be changed later.
         process_group, sequence_parallel: as in `ParallelMHA`.
-
-    Raises:
-        ValueError: the numbers do not fit together; the message names the argument.
     """
 
     def __init__(
