@@ -43,7 +43,8 @@ def dropout_add_layer_norm(
     *,
     is_rms_norm: bool = False,
 ) -> Any:
-    """``norm(dropout(x0 * rowscale) * layerscale + residual)``
+    """``norm(dropout(x0 * rowscale) * layerscale + residual)`` in the dtype of x0, or a tuple of
+    it, the sum and the mask.
 
     Args:
         x0, residual: (..., features).
@@ -53,9 +54,6 @@ def dropout_add_layer_norm(
         residual_in_fp32: without `residual`, return the sum in float32.
         return_dropout_mask: also return the mask, (..., features) uint8, 1 where kept.
         is_rms_norm: RMSNorm instead of LayerNorm.
-
-    Returns:
-        The norm in the dtype of x0, or a tuple of it, the sum and the mask.
     """
     branch, mask = dropped(x0, dropout_p, rowscale)
     stream = branch if layerscale is None else branch * layerscale
@@ -83,7 +81,8 @@ def dropout_add_layer_norm_subset(
     *,
     is_rms_norm: bool = False,
 ) -> Any:
-    """`dropout_add_layer_norm` of the rows that stochastic depth keeps.
+    """`dropout_add_layer_norm` of the rows that stochastic depth keeps; results (-1, ...,
+    features), the mask in the shape of x0.
 
     Args:
         x0: (kept batch, ..., features), without the rows that were dropped.
@@ -93,9 +92,6 @@ def dropout_add_layer_norm_subset(
             counted from 1; 0 for none.
         rowscale_const: factor on x0.
         out_numrows: rows of the result, if out_subset is given.
-
-    Returns:
-        As `dropout_add_layer_norm`; shapes (-1, ..., features), the mask's that of x0.
     """
     shape = (-1, *x0.shape[1:])
     branch, mask = dropped(x0, dropout_p)
@@ -130,11 +126,8 @@ def dropout_add_layer_norm_parallel_residual(
     *,
     is_rms_norm: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Two norms of ``dropout(x0) + dropout(x1) + residual``, as `norm.layer_norm_fn`.
-
-    Returns:
-        (y0, y1), then the sum with prenorm, then two masks with return_dropout_mask; y1 is None
-        without weight1.
+    """Two norms of ``dropout(x0) + dropout(x1) + residual``, as `norm.layer_norm_fn`: (y0, y1),
+    then the sum with prenorm, then two masks with return_dropout_mask; y1 is None without weight1.
     """
     terms = (x0, weight0, bias0, residual, x1, weight1, bias1)
     options: dict[str, Any] = {"residual_in_fp32": residual_in_fp32, "is_rms_norm": is_rms_norm}

@@ -39,7 +39,8 @@ def layer_norm_fn(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Any:
-    """LayerNorm or RMSNorm of a sum.
+    """LayerNorm or RMSNorm of a sum: y, or a tuple of those of (y, y1, sum, mask, mask1) that were
+    asked for.
 
     Args:
         x, x1: (..., features), the branches; with dropout each has its own mask.
@@ -56,9 +57,6 @@ def layer_norm_fn(
             kept; None without dropout or without x1.
         out_dtype: dtype of the results; that of x by default.
         out, residual_out: tensors to write the first result and the sum to.
-
-    Returns:
-        y, or a tuple of those of (y, y1, sum, mask, mask1) that were asked for.
     """
     if x1 is not None and rowscale is not None:
         raise ValueError("rowscale: want None with x1")

@@ -256,11 +256,8 @@ class BertPreTrainedModel(nn.Module):
 
 
 class BertModel(BertPreTrainedModel):
-    """Embeddings, layers and a pooler: maps tokens to features.
-
-    Args:
-        config: as the module describes it; unlike in flash_attn, it is not changed.
-        add_pooling_layer: whether sequences get a feature, too.
+    """Embeddings, layers and a pooler: maps tokens to features, with `add_pooling_layer` sequences,
+    too. The module describes `config`, which unlike in flash_attn is not changed.
     """
 
     def __init__(self, config: Any, add_pooling_layer: bool = True) -> None:
@@ -281,18 +278,15 @@ class BertModel(BertPreTrainedModel):
         attention_mask: Tensor | None = None,
         masked_tokens_mask: Tensor | None = None,
     ) -> Any:
-        """Features of tokens and sequences.
+        """transformers' ``BaseModelOutputWithPoolingAndCrossAttentions`` with `last_hidden_state`,
+        (batch, seq, hidden_size), or (total, hidden_size) of the wanted tokens, and
+        `pooler_output`, (batch, hidden_size) or None.
 
         Args:
             input_ids, position_ids, token_type_ids: (batch, seq) integers, as in `BertEmbeddings`.
             attention_mask: (batch, seq), nonzero for tokens, 0 for padding.
             masked_tokens_mask: (batch, seq) bool, the tokens whose features are wanted; see
                 `BertEncoder.forward`.
-
-        Returns:
-            transformers' ``BaseModelOutputWithPoolingAndCrossAttentions`` with `last_hidden_state`,
-            (batch, seq, hidden_size), or (total, hidden_size) of the wanted tokens, and
-            `pooler_output`, (batch, hidden_size) or None.
         """
         from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
@@ -349,18 +343,15 @@ class BertForPreTraining(BertPreTrainedModel):
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
     ) -> Any:
-        """Logits and loss.
+        """transformers' ``BertForPreTrainingOutput`` with `prediction_logits`, (batch, seq, words),
+        or with `dense_seq_output` and labels (total, words) of the labels that are not 0;
+        `seq_relationship_logits`, (batch, 2); and `loss`, the sum of both losses in float32
+        (float64 for float64), None unless both labels are given.
 
         Args:
             input_ids, position_ids, token_type_ids, attention_mask: as in `BertModel.forward`.
             labels: (batch, seq) int64, the words to predict, 0 elsewhere and for padding.
             next_sentence_label: (batch,) int64, 0 or 1, or -1 for none.
-
-        Returns:
-            transformers' ``BertForPreTrainingOutput`` with `prediction_logits`, (batch, seq,
-            words), or with `dense_seq_output` and labels (total, words) of the labels that are not
-            0; `seq_relationship_logits`, (batch, 2); and `loss`, the sum of both losses in float32
-            (float64 for float64), None unless both labels are given.
         """
         from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 

@@ -20,7 +20,7 @@ def sample(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw the next token of each row, (batch,) int64.
+    """Draw the next token of each row, (batch,) int64; ValueError names an argument out of range.
 
     Args:
         logits: (batch, vocab).
@@ -30,9 +30,6 @@ def sample(
             limit.
         temperature: the logits are divided by this number.
         generator: random number generator on the device of logits.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
     if top_k < 0:
         raise ValueError(f"top_k: must not be negative, got {top_k}")
@@ -67,7 +64,8 @@ def generate(
     generator: torch.Generator | None = None,
     cuda_graph: bool = False,
 ) -> Tensor:
-    """Continue prompts until they have max_length tokens or end with eos_token_id.
+    """Continue prompts until they have max_length tokens or end with eos_token_id. ValueError if
+    the lengths do not fit together, or for cuda_graph without a CUDA device.
 
     Args:
         model: `GPTLMHeadModel`. Its training mode is left as it is, so call `eval()` first.
@@ -83,9 +81,6 @@ def generate(
     Returns:
         (batch, length) int64, length <= max_length. Each row is its prompt, directly followed by
         its new tokens, and padded with eos_token_id (0 if None) to the length of the longest row.
-
-    Raises:
-        ValueError: the lengths do not fit together, or cuda_graph is set without a CUDA device.
     """
     if cuda_graph and input_ids.device.type != "cuda":
         raise ValueError(f"cuda_graph: needs a CUDA device, but input_ids is on {input_ids.device}")

@@ -309,6 +309,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         max_seqlen: int | None = None,
     ) -> CausalLMOutput | CausalLMLoss:
         """Named tuples: (logits,) of the next token, (..., vocab_size), or with targets (loss,).
+        ValueError names arguments that do not fit together.
 
         Args:
             input_ids: (batch, seq) integers, or (total,) with cu_seqlens. Padding must be on the
@@ -326,9 +327,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
             inference_params: keys and values of earlier tokens, to which those of input_ids are
                 appended. No gradient is recorded through attention.
             num_last_tokens: compute logits only for this many last tokens of each row; 0 for all.
-
-        Raises:
-            ValueError: the arguments do not fit together; the message names them.
         """
         hidden = self.transformer(
             input_ids, position_ids, inference_params, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen

@@ -18,7 +18,8 @@ ANY_SIGN = ("softcap", "embedding_multiplier", "output_multiplier", *DROPOUTS)
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes and choices of a `GPTModel`; the defaults are GPT-2 small without dropout.
+    """Sizes and choices of a `GPTModel`; the defaults are GPT-2 small without dropout. ValueError
+    or TypeError names a field that is out of range.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -63,9 +64,6 @@ class GPTConfig:
         width_scale: muP's ratio of widths, by whose root new weights of linear layers and by which
             the head's input are multiplied.
         sequence_parallel: with a process group, each process has some rows between the layers.
-
-    Raises:
-        ValueError, TypeError: a field is out of range; the message names it.
     """
 
     vocab_size: int = 50257
@@ -132,10 +130,8 @@ class GPTConfig:
         GPT-BigCode, BTLM or Baichuan. A GPTConfig is returned as it is.
 
         A GPT2Config may have flash-attn's additional attributes, such as `rotary_emb_fraction`,
-        `n_head_kv`, `rms_norm` and `parallel_block`.
-
-        Raises:
-            ValueError: the message names another model, or an option that `GPTConfig` lacks.
+        `n_head_kv`, `rms_norm` and `parallel_block`. ValueError names another model, or an option
+        that `GPTConfig` lacks.
         """
         if isinstance(config, GPTConfig):
             return config

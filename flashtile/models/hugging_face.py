@@ -187,14 +187,12 @@ def state_dict_from_transformers(
     """Convert a state dict of transformers to one that `GPTLMHeadModel` loads.
 
     Args:
-        state_dict: state dict of a model with a head for language models.
+        state_dict: state dict of a model with a head for language models; ValueError if a weight is
+            missing.
         config: configuration of our model.
         family: model_type of their config, or another name in `FAMILIES`; a GPT-2 or a Llama by
             default.
-        strict: raise an error for other weights; if not, they keep their names.
-
-    Raises:
-        ValueError: a weight is missing, or `GPTLMHeadModel` has no parameter for a weight.
+        strict: raise ValueError for other weights; if not, they keep their names.
     """
     family = _family(config) if family is None else family
     remaining = {_known(name, family): x for name, x in state_dict.items()}

@@ -11,14 +11,10 @@ from typing import Any
 
 from ..kernel_hints import ignored
 
-_KERNELS = (
-    "use_flash_attn",
-    "fused_mlp",
-    "fused_bias_fc",
-    "fused_dense_sqrelu_dense",
-    "fused_dropout_add_ln",
-    "mlp_checkpoint_lvl",
-)
+_KERNELS = """
+    use_flash_attn fused_mlp fused_bias_fc fused_dense_sqrelu_dense fused_dropout_add_ln
+    mlp_checkpoint_lvl
+"""
 GATED = ("swiglu", "geglu", "glu")
 _GATED_MULTIPLE = 128  # flash-attn rounds the width of a gated MLP up to a multiple of this
 # Activations of a GPT2Config, some of which only flash-attn accepts -> ours.
@@ -91,7 +87,7 @@ def gpt2_fields(config: Any) -> dict[str, Any]:
     """Fields for a GPT2Config. ValueError names an attribute with a value that `GPTModel` does not
     support.
     """
-    ignored("GPT2Config", **{name: getattr(config, name, None) for name in _KERNELS})
+    ignored("GPT2Config", **{name: getattr(config, name, None) for name in _KERNELS.split()})
     want(config, "add_cross_attention", False)
     activation = _activation("activation_function", config, _GPT2_ACTIVATIONS)
     multiple = getattr(config, "pad_vocab_size_multiple", 1)

@@ -361,9 +361,8 @@ class MHA(nn.Module):
         if inference_params is not None:
             out = self._attend_cached(q, k, v, inference_params)
         else:
-            options = self._options(q) | {"dropout_p": self.dropout if self.training else 0.0}
-            if causal is not None:
-                options["causal"] = causal
+            options = self._options(q, causal)
+            options["dropout_p"] = self.dropout if self.training else 0.0
             if self.cross_attn:
                 if x_kv is None and cu_seqlens_k is None:
                     cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
@@ -426,10 +425,10 @@ class MHA(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         return q, k, v
 
-    def _options(self, q: Tensor) -> dict[str, Any]:
+    def _options(self, q: Tensor, causal: bool | None = None) -> dict[str, Any]:
         """The options that calls with and without a cache share."""
         return {
-            "causal": self.causal,
+            "causal": self.causal if causal is None else causal,
             "window_size": self.window_size,
             "softcap": self.softcap,
             "softmax_scale": self.softmax_scale,
