@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_gpt import CONFIGS, EVERY_CONFIG, build, tokens
+from tiny_gpt import CONFIGS, EVERY_CONFIG, SMALL, build, tokens
 
 from flashtile.models.generation import InferenceParams, sample
+from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 
 MAX_LENGTH = 20
 
@@ -47,6 +48,24 @@ def test_sequences_end_with_eos(name, seed):
     for row, sequence in zip(got, want, strict=True):
         assert torch.equal(row[: len(sequence)], sequence)
         assert (row[len(sequence) :] == eos).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"word_embed_proj_dim": 16},
+        {"norm_head": True, "tie_word_embeddings": False},
+    ],
+    ids=str,
+)
+def test_the_first_token_is_of_the_whole_head(changes, seed):
+    config = GPTConfig.gpt2(**SMALL, max_position_embeddings=24, **changes)
+    model, prompts = GPTLMHeadModel(config, dtype=torch.float64).eval(), tokens(4, 9)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(torch.linspace(0.1, 9.0, 61).unsqueeze(-1))
+    got = model.generate(prompts, MAX_LENGTH, prompt_lengths=torch.tensor([9, 1, 4, 7]))
+    for row, prompt, length in zip(got, prompts, (9, 1, 4, 7), strict=True):
+        assert torch.equal(row, recomputed(model, prompt[:length]))
 
 
 def test_generation_stops_when_all_have_ended(seed):
