@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flashtile.models import checkpoints
+from flashtile.models.gpt import GPTConfig
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -71,6 +72,7 @@ def test_files_of_meta(tmp_path, monkeypatch):
     config = checkpoints.config_from_checkpoint(tmp_path, "7B")
     assert (config.intermediate_size, config.num_key_value_heads) == (28672, 8)
     assert (config.rotary_emb_base, config.vocab_size) == (5e5, 32016)
+    assert GPTConfig.from_transformers(config).rotary_base == 5e5
     states = checkpoints.state_dicts_from_checkpoint(tmp_path, "7B")
     assert [int(state["x"]) for state in states] == [*range(6)]
 
