@@ -36,8 +36,10 @@ class Package(NamedTuple):
     modules: dict[str, Contents]
 
     def owns(self, name: str) -> bool:
-        """Whether a module of that name belongs to this distribution."""
-        return any(name == root or name.startswith(f"{root}.") for root in self.roots)
+        """Whether a module of that name belongs to this distribution: it or one that it is in."""
+        while name and name not in self.modules:
+            name = name.rpartition(".")[0]
+        return bool(name)
 
     @property
     def roots(self) -> tuple[str, ...]:
