@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
+from unittest import TestCase
 
 import pytest
 import torch
@@ -281,24 +281,25 @@ def test_patches_of_images():
         layer(x.transpose(2, 3))
 
 
-def test_arguments_that_select_a_kernel_are_named(caplog):
-    with caplog.at_level(logging.INFO, "flashtile.hints"):
+def test_arguments_that_select_a_kernel_are_named():
+    with TestCase().assertNoLogs("flashtile.hints"):
         mha.MHA(16, 4)
         mlp.FusedMLP(16)
-        assert not caplog.messages
+    with TestCase().assertLogs("flashtile.hints") as hints:
         mha.MHA(16, 4, use_flash_attn=True, fused_bias_fc=True, checkpointing=True)
         mlp.FusedMLP(16, checkpoint_lvl=2, heuristic=1)
         block.Block(16, lambda dim: mha.MHA(dim, 4), fused_dropout_add_ln=True)
         block.ParallelBlock(16, lambda dim: mha.MHA(dim, 4), fused_dropout_add_ln=True)
-    names = [message.split(",")[0].replace("=True", "") for message in caplog.messages]
+    messages = [record.getMessage() for record in hints.records]
+    names = [message.split(",")[0].replace("=True", "") for message in messages]
     assert names == [
         "MHA: ignored fused_bias_fc",
         "FusedMLP: ignored checkpoint_lvl=2",
         "Block: ignored fused_dropout_add_ln",
         "ParallelBlock: ignored fused_dropout_add_ln",
     ]
-    assert "use_flash_attn=True, checkpointing=True" in caplog.messages[0]
-    assert "heuristic=True" in caplog.messages[1]
+    assert "use_flash_attn=True, checkpointing=True" in messages[0]
+    assert "heuristic=True" in messages[1]
 
 
 def test_registered_operators(seed):
