@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -231,6 +232,7 @@ def visible(case: Case, inputs: Inputs, M: int, N: int) -> Tensor | None:
     return None if mask.all() else mask
 
 
+@lru_cache  # the peers of a case follow each other
 def visible_scores(case: Case) -> int:
     """Unmasked scores of all sequences and heads, counted without forming the mask."""
     if case.documents:
