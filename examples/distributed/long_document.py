@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from flashtile.distributed import ContextParallel, Layout, shift_labels
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 
-TOKENS, STEPS = 2048, 8
+TOKENS, STEPS = 1024, 6
 
 
 def document() -> Tensor:

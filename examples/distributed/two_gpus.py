@@ -18,7 +18,7 @@ if on_gpus:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if on_gpus else "gloo")
 
-tokens, dtype = 2048, torch.bfloat16 if on_gpus else torch.float32
+tokens, dtype = 512, torch.bfloat16 if on_gpus else torch.float32
 parallel = ContextParallel()
 layout = parallel.layout(seq_len=tokens)
 shape = (1, layout.local_tokens, 8, 64)  # (batch, tokens of this process, heads, head_dim)
