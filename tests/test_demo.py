@@ -69,7 +69,8 @@ def arguments(tmp_path, monkeypatch):
     return argparse.Namespace(data=play, model=model, output=output, device="cpu", quick=True)
 
 
-def test_every_check_holds(arguments, capsys):
+def test_every_check_holds_and_in_a_pipe_lines_say_how_far_it_is(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     assert show.show(arguments, SIZE) == 0
     printed = capsys.readouterr().out
     for words in ("All four checks hold", "standard", "flashtile", "1,024", "picture.png"):
@@ -79,12 +80,7 @@ def test_every_check_holds(arguments, capsys):
     assert "runs such a plain call with SDPA's own kernel" in closing
     assert "FAILED" not in printed
     assert arguments.output.read_bytes().startswith(b"\x89PNG")
-
-
-def test_in_a_pipe_lines_say_how_far_it_is(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
-    assert show.show(arguments, SIZE) == 0
-    lines = [line.partition(",")[0].strip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.partition(",")[0].strip() for line in printed.splitlines()]
     assert [line for line in lines if line.startswith("1 reading:")] == [
         f"1 reading: {number} of 12" for number in range(13)
     ]
@@ -112,19 +108,12 @@ def test_every_check_holds_on_a_gpu(arguments, capsys):
     assert "bfloat16" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("tolerance", "name"),
-    [
-        ((model_checks, "LOSS_TOLERANCE"), "loss"),
-        ((model_checks, "LOGIT_TOLERANCE"), "padded batch"),
-        ((layer, "TOLERANCES"), "memory"),
-    ],
-)
-def test_a_failed_check_fails_the_demo(arguments, capsys, monkeypatch, tolerance, name):
-    never = {torch.float32: -1.0} if tolerance[1] == "TOLERANCES" else -1.0
-    monkeypatch.setattr(*tolerance, never)
-    assert show.show(arguments, SIZE) == 1
-    assert f"These checks FAILED: {name}." in capsys.readouterr().out
+def test_a_failed_check_fails_the_demo(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(model_checks, "LOSS_TOLERANCE", -1.0)
+    monkeypatch.setattr(model_checks, "LOGIT_TOLERANCE", -1.0)
+    monkeypatch.setattr(layer, "TOLERANCES", {torch.float32: -1.0})
+    assert show.show(arguments, SIZE._replace(lengths=(128, 256, 512))) == 1
+    assert "These checks FAILED: loss, memory, padded batch." in capsys.readouterr().out
 
 
 def test_standard_attention_that_does_not_fit(arguments, capsys, monkeypatch):
