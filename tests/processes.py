@@ -1,4 +1,11 @@
-"""Processes that run a script: a few together, as `torchrun` does, or one with a time limit."""
+"""Processes that run Python: one, or a few together, as `torchrun` does.
+
+They are forks of a server that has imported PyTorch, which takes seconds. A fork has the arguments,
+the environment, the folder and the path of a new process, and an output and an exit status of its
+own. What differs: PyTorch is in ``sys.modules``, variables that Python or PyTorch read when they
+start have no effect, and the interpreter is not shut down. Tests of what is imported or of how a
+process ends start a real one with `subprocess`.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +14,116 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 TESTS = Path(__file__).parent
-# Ranks are forks of a server that has imported what takes seconds. A process that has forked cannot
-# use CUDA if its parent did, and macOS does not support forks either. flashtile is not among the
-# imports: the server has not the path of this process, and might find another one.
+# A process that has forked cannot use CUDA if its parent did, and macOS does not support forks
+# either. flashtile is not among the imports: the server has not the path of this process, and might
+# find another one.
 FORKS = sys.platform == "linux" and not torch.cuda.is_available()
-RANKS = multiprocessing.get_context("forkserver" if FORKS else "spawn")
-RANKS.set_forkserver_preload(
+SERVER = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+SERVER.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest"]
 )
 
 
-def run(script: str, world: int, rendezvous: Path, *arguments: str) -> None:
-    """Run ``tests/<script> rank world rendezvous ...`` once for each rank, and expect that all of
-    them succeed."""
-    errors = [rendezvous.with_name(f"errors of rank {rank}") for rank in range(world)]
-    ranks = [
-        RANKS.Process(
-            target=_rank,
-            args=(TESTS / script, [str(rank), str(world), str(rendezvous), *arguments], path),
+class Python:
+    """A process: ``python arguments``, which are a script, ``-m`` or ``-c``, and its arguments."""
+
+    def __init__(self, *arguments: object, folder: Path | None = None) -> None:
+        self.arguments = [*map(str, arguments)]
+        self._written = tempfile.TemporaryDirectory()
+        self._streams = [Path(self._written.name, name) for name in ("output", "errors")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = SERVER.Process(
+            target=_main, args=(self.arguments, environment, folder or Path.cwd(), self._streams)
         )
-        for rank, path in enumerate(errors)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=300)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    statuses = [process.exitcode for process in ranks]
-    said = "\n".join(path.read_text() for path in errors if path.exists())
+        self._process.start()
+
+    def wait(self, seconds: float) -> subprocess.CompletedProcess[str]:
+        """What it said and its exit status, which is that of `kill` after so many seconds."""
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        output, errors = (path.read_text() if path.exists() else "" for path in self._streams)
+        self._written.cleanup()
+        status = self._process.exitcode
+        assert status is not None
+        return subprocess.CompletedProcess(self.arguments, status, output, errors)
+
+
+def python(
+    *arguments: object, folder: Path | None = None, seconds: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python arguments`` in `folder` to its end."""
+    return Python(*arguments, folder=folder).wait(seconds)
+
+
+def run(script: str, world: int, rendezvous: Path, *arguments: str) -> str:
+    """Run ``tests/<script> rank world rendezvous ...`` once for each rank, and expect that all of
+    them succeed; what rank 0 prints."""
+    ranks = [Python(TESTS / script, rank, world, rendezvous, *arguments) for rank in range(world)]
+    done = [rank.wait(300) for rank in ranks]
+    said = "\n".join(rank.stderr for rank in done)
+    statuses = [rank.returncode for rank in done]
     assert not any(statuses), f"ranks ended with {statuses}:\n{said[-4000:]}"
+    return done[0].stdout
 
 
-def _rank(script: Path, arguments: list[str], errors: Path) -> None:
-    """Run a script as one of several processes, and end without shutting the interpreter down.
+def _main(
+    arguments: list[str], environment: dict[str, str], folder: Path, streams: list[Path]
+) -> None:
+    """Be the process, and end without shutting the interpreter down.
 
     PyTorch's threads for gloo release the tensors of a collective some time after it has finished.
     A thread that needs the interpreter for it while the interpreter shuts down is ended by Python
     inside a destructor, which aborts the process: "terminate called without an active exception".
     """
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
     torch.set_num_threads(1)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    status = 0
+    status: object = 0
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        _run(arguments)
+    except SystemExit as stop:
+        status = stop.code
     except BaseException:
         traceback.print_exc()
         status = 1
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(status or 0)
+
+
+def _run(arguments: list[str]) -> None:
+    """As Python does with these arguments."""
+    match arguments:
+        case ["-c", code, *_]:
+            sys.argv = ["-c", *arguments[2:]]
+            sys.path.insert(0, "")
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
+        case ["-m", module, *_]:
+            sys.argv = arguments[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [script, *_]:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
 
 
 def output_of(script: Path, *arguments: object, seconds: float) -> str:

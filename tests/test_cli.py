@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import processes
 import pytest
 import torch
 
@@ -94,8 +95,7 @@ def test_only_the_command_asked_for_is_imported() -> None:
 
 
 def test_the_package_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "flashtile", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = processes.python("-m", "flashtile", "--version")
     assert done.stdout.strip() == f"flashtile {__version__}"
 
 
@@ -153,9 +153,10 @@ def test_info_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_info_with_transformers() -> None:
     """The import alone registers nothing; to say whether it works, `info` registers."""
     pytest.importorskip("transformers")
-    state = _python(
+    done = processes.python(
+        "-c",
         "import flashtile.integrations.transformers as i, transformers.modeling_utils as m\n"
         "assert not [k for k in m.AttentionInterface().valid_keys() if 'tile' in k]\n"
-        "from flashtile.cli.info import transformers_state as s; print(s()['state'])"
+        "from flashtile.cli.info import transformers_state as s; print(s()['state'])",
     )
-    assert state.startswith("register() works")
+    assert done.stdout.startswith("register() works")

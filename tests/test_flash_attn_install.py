@@ -6,12 +6,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
-import subprocess
 import sys
 import types
 from functools import partial
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -365,12 +365,8 @@ def test_as_flash_attn_runs_scripts_and_modules(tmp_path, as_module):
     script = write(tmp_path / "program.py", SCRIPT)
     write(tmp_path / "beside.py", "")
     target = ["-m", "program"] if as_module else [str(script)]
-    command = [sys.executable, "-m", "flashtile.as_flash_attn", *target, "--size", "3"]
     folder = tmp_path if as_module else Path(flashtile.__file__).parents[1]
-    python_path = str(Path(flashtile.__file__).parents[1])
-    done = subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": python_path}, capture_output=True, text=True
-    )
+    done = processes.python("-m", "flashtile.as_flash_attn", *target, "--size", 3, folder=folder)
     assert done.returncode == 3, done.stderr
     module, arguments = done.stdout.split(maxsplit=1)
     assert module.startswith("flashtile.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import processes
 import pytest
 import torch
 
@@ -450,8 +449,7 @@ def test_transformers_absent_or_too_old_to_import(tmp_path):
         "    except ImportError as error:\n        print(type(error).__name__, error)"
     )
     folders = [tmp_path / name for name in packages]
-    run = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True)
-    absent, old = run.stdout.splitlines()
+    absent, old = processes.python("-c", code, *folders).stdout.splitlines()
     assert absent.startswith("TransformersRequired") and old.startswith("TransformersRequired")
     assert "needs transformers 5.17 or newer: pip install 'transformers>=5.17'" in absent
     assert "transformers: got 4.40.2, want 5.17 or newer: pip install --up" in old

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -65,8 +66,7 @@ def test_two_copies_in_one_process(tmp_path: Path) -> None:
     # Another version has other sources, so another name.
     metadata = folders[1] / "build/torch-universal/metadata.json"
     metadata.write_text(metadata.read_text().replace("_flashtile_", "_flashtile_next_"))
-    command = [sys.executable, "-c", TWO_COPIES, *map(str, folders)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    result = processes.python("-c", TWO_COPIES, *folders, folder=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
 
 

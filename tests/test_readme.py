@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib
+import processes
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -19,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize("script", ["support_table.py", "performance.py"])
 def test_the_generated_tables_are_current(script):
     """They agree with the backends and the measurements."""
-    command = [sys.executable, str(REPOSITORY / "docs" / script), "--check"]
-    assert subprocess.run(command, check=False).returncode == 0, f"run `python docs/{script}`"
+    done = processes.python(REPOSITORY / "docs" / script, "--check")
+    assert done.returncode == 0, f"run `python docs/{script}`"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -84,11 +83,8 @@ def test_a_near_tie_differs_for_some_roundings_of_the_inputs(
 
 def test_command_line():
     script = Path(sweep.__file__)
-    run = subprocess.run(
-        [sys.executable, script, "--seconds", "300", "gpt2", "no_such_family"],
-        capture_output=True,
-        text=True,
-        cwd=script.parents[1],
+    run = processes.python(
+        script, "--seconds", 300, "gpt2", "no_such_family", folder=script.parents[1]
     )
     assert run.returncode == 0, run.stderr
     assert "1 equal" in run.stdout

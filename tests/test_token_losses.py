@@ -4,11 +4,10 @@ in-place gradients, a vocabulary sharded over processes."""
 from __future__ import annotations
 
 import inspect
-import socket
 
+import processes
 import pytest
 import torch
-import torch.multiprocessing
 import torch.nn.functional as F
 
 from flashtile.losses import token_losses
@@ -136,10 +135,10 @@ def test_wrong_shapes_are_named(change, why):
         cross_entropy_loss(**{"logits": logits, "labels": labels, **change})
 
 
-def one_of_two(rank, port, results):
-    """The losses and gradients of this process's half of the vocabulary."""
+def one_of_two(rank, folder):
+    """Write the losses and gradients of this process's half of the vocabulary."""
     torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
     torch.manual_seed(5)
     logits, labels = inputs()
@@ -155,27 +154,28 @@ def one_of_two(rank, port, results):
         error = ""
     except IndexError as raised:
         error = str(raised)
-    results[rank] = (loss.detach(), z_loss, gradient, error)
+    torch.save((loss.detach(), z_loss, gradient, error), folder / f"{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-def test_two_processes_share_the_vocabulary():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(one_of_two, (port, results), nprocs=2)
-        results = dict(results)
+def test_two_processes_share_the_vocabulary(tmp_path):
+    ranks = [
+        processes.SERVER.Process(target=one_of_two, args=(rank, tmp_path), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(100)
     torch.manual_seed(5)
     logits, labels = inputs()
     losses, z_losses = by_pytorch(logits, labels, 0.2, 0.7, 0.05)
     count = (labels != -100).sum()
     (gradient,) = torch.autograd.grad(losses.sum() / count, logits)
     for rank, half in enumerate(gradient.chunk(2, dim=-1)):
-        got_loss, got_z, got_gradient, error = results[rank]
+        got_loss, got_z, got_gradient, error = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(got_loss, (losses.sum() / count).detach())
         torch.testing.assert_close(got_z, (z_losses.sum() / count).detach())
         torch.testing.assert_close(got_gradient, half)

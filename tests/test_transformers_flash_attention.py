@@ -5,17 +5,15 @@ The program runs in a new process, because `install` changes how transformers is
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("transformers")
 
-TESTS = Path(__file__).parent
 IMPORTED_FIRST = "import transformers, transformers.modeling_utils\n"
 INSTALL = """
 from flashtile.integrations import flash_attn, xformers
@@ -98,10 +96,7 @@ model(tokens())
 
 
 def run_program(program: str) -> None:
-    path = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", path + program], capture_output=True, text=True, cwd=TESTS.parent
-    )
+    done = processes.python("-c", program, folder=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -15,5 +14,4 @@ SCRIPT = Path(__file__).parent / "typing" / "stub.py"
 
 def test_the_stub_is_current():
     """flashtile/__init__.pyi has the functions' own signatures."""
-    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], check=False)
-    assert done.returncode == 0, "run `python tests/typing/stub.py`"
+    assert not processes.python(SCRIPT, "--check").returncode, "run `python tests/typing/stub.py`"

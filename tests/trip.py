@@ -139,11 +139,15 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the functions too")
     options = parser.parse_args()
     if options.call == "context":
-        lists = ["--list"] if options.list else []
-        with tempfile.TemporaryDirectory() as folder:
-            processes.run("trip.py", 2, Path(folder) / "rendezvous", *lists)
+        print(of_ranks(*(["--list"] if options.list else [])), end="")
     else:
         show({"cpu": trips_of_cpu, "cache": trips_of_cache}[options.call](), options.list)
+
+
+def of_ranks(*lists: str) -> str:
+    """What the first of two ranks shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        return processes.run("trip.py", 2, Path(folder) / "rendezvous", *lists)
 
 
 def main_of_rank(rank: int, world: int, rendezvous: str, *lists: str) -> None:

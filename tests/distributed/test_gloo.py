@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import processes
@@ -17,10 +15,10 @@ def test_processes(world: int, tmp_path: Path) -> None:
     processes.run("distributed/context_worker.py", world, tmp_path / "rendezvous")
 
 
-def test_a_few_random_draws() -> None:
+def test_a_few_random_draws(tmp_path: Path) -> None:
     """The first one is of decoding, too."""
-    script = Path(__file__).parent / "random_draws.py"
-    command = [sys.executable, str(script), "--ranks", "2", "--draws", "4", "--first", "30"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "4 draws on 2 ranks, 0 failed" in done.stdout
+    script = Path(__file__).with_name("random_draws.py")
+    given = [script, "--draws", 4, "--first", 30, "--rendezvous", tmp_path / "rendezvous"]
+    ranks = [processes.Python(*given, "--rank", rank) for rank in range(2)]
+    for done in [rank.wait(200) for rank in ranks]:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

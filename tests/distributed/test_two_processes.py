@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -34,14 +35,8 @@ assert not [name for name in threads if "gloo" in name], threads
     ],
 )
 def test_two_processes_give_what_one_gives(name: str, words: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, str(ROOT / "examples/distributed" / name)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    result = processes.python(*launch, ROOT / "examples/distributed" / name)
     assert result.returncode == 0, result.stderr[-4000:]
     assert words in result.stdout
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
@@ -63,16 +61,7 @@ def settings(folder: Path, *changes: str) -> Settings:
 
 def command(folder: Path, *changes: str, program: tuple[str, ...] = ("-m", "training.train")):
     """Run `program` with that command line in a new process; its result, output as text."""
-    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *program, *overrides(folder, *changes)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return processes.python(*program, *overrides(folder, *changes), folder=folder, seconds=120)
 
 
 def commands_for_two_gpus() -> list[list[str]]:
