@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +31,17 @@ def definitions(tree: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]
             yield from definitions(node, outer)
 
 
+@cache
+def sources(root: Path) -> dict[Path, str]:
+    """The files of a tree's package, without an error."""
+    files = sorted((root / "flashtile").rglob("*.py"))
+    return {path: path.read_text(encoding="utf-8") for path in files}
+
+
 def planted_source(error: Planted, root: Path = ROOT) -> tuple[Path, str]:
     """The file that the error changes, and its text with the error."""
     places = []
-    for path in sorted((root / "flashtile").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
+    for path, text in sources(root).items():
         if error.right not in text:
             continue
         lines = text.splitlines(keepends=True)
