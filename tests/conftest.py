@@ -29,6 +29,10 @@ BACKENDS = [
 # of the time in which tests are collected.
 gc.disable()
 
+# For each kind of device that it does not find, the public function writes down its caller's stack.
+if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
@@ -76,8 +80,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     number = zlib.crc32(f"{base} {request.node.nodeid}".encode())
     print(f"inputs of this test: seed {number}; FLASHTILE_SEED={base} repeats the run")
     random.seed(number)
-    # Where there is no GPU, torch.manual_seed also writes down its caller's stack, for later.
-    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(number)
+    torch.manual_seed(number)
     return number
 
 
