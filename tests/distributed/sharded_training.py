@@ -45,6 +45,9 @@ def dtensors(rank: int, world: int) -> None:
     torch.testing.assert_close(gathered(out), want)
     for x, leaf in zip(qkv, leaves, strict=True):
         torch.testing.assert_close(gathered(x.grad), leaf.grad)
+    refused_placements(context, layout, [x.detach() for x in qkv])
+    if world != 4:  # compiling takes seconds
+        return
     torch._dynamo.reset()
     graph = torch.compile(
         lambda q, k, v: context.attention(q * 1, k * 1, v * 1, layout, causal=True),
@@ -58,7 +61,6 @@ def dtensors(rank: int, world: int) -> None:
     torch.testing.assert_close(compiled.to_local(), out.to_local())
     for x, y in zip(again, qkv, strict=True):
         torch.testing.assert_close(x.grad.to_local(), y.grad.to_local())
-    refused_placements(context, layout, [x.detach() for x in qkv])
 
 
 def refused_placements(context: ContextParallel, layout: Layout, qkv: list[Any]) -> None:
