@@ -419,6 +419,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_short_loops_of_groups_and_batches",
     ),
     Planted(
+        "hopper: second part of a last block",
+        "some_rows",
+        "tile.slice(FIRST, COUNT)",
+        "tile.slice(0, COUNT)",
+        "tests/hopper_kernels/test_forward_emulated.py -k 'last_blocks and 80'",
+    ),
+    Planted(
+        "hopper: consumers without rows where a step is peeled off the loop",
+        "own_blocks",
+        "1 if cfg.LAST_KEYS == cfg.BLOCK_N else 2",
+        "1",
+        "tests/hopper_kernels/test_forward_emulated.py -k 'last_blocks and 64'",
+    ),
+    Planted(
         "hopper: ping-pong passed to itself",
         "pass_ping_pong",
         "(ME + 1) % cfg.CONSUMERS",

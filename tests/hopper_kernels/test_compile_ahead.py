@@ -53,6 +53,7 @@ SPILLS = {
     "parts": 64,
     "softcap 64": 416 if NEWER else 0,
     "softcap 256": 24,
+    "last 192": 16 if NEWER else 0,
     "dropout 64": 0,
     "dropout 128": 0,
     "dropout 160": 140,
@@ -145,6 +146,21 @@ def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
 )
 def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS.get(option, 0))
+
+
+# (head dim, queries, keys) of dense batches whose last block has 16, 32, 64 or 80 keys.
+LAST_BLOCKS = [
+    (64, 300, 1029), (64, 577, 577), (128, 300, 1050), (192, 300, 1029),
+    (64, 300, 1050), (64, 300, 1088), (64, 300, 1100), (80, 577, 577), (96, 577, 577),
+    (96, 300, 700), (128, 300, 1029), (144, 300, 1029), (160, 300, 1029), (256, 300, 1029),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "M", "N"), LAST_BLOCKS if FULL else LAST_BLOCKS[:4])
+def test_last_blocks_compile(head_dim: int, M: int, N: int):
+    call = dense(head_dim, head_dim, M=M, N=N)
+    assert launch_of(*call).arguments["cfg"].LAST_KEYS < 128
+    check(call, SPILLS.get(f"last {head_dim}", 0))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"] if FULL else ["causal"])

@@ -241,6 +241,22 @@ def test_lengths(lengths: tuple[int, int], head_dim: int):
     dense(sizes={"M": lengths[0], "N": lengths[1], "D": head_dim}, causal=True)
 
 
+# (keys of the last block, head dim, keys of its step)
+LAST_BLOCKS = [
+    (1, 64, 16), (16, 128, 16), (17, 80, 32), (32, 192, 32), (33, 96, 64), (64, 64, 64),
+    (65, 64, 80), (80, 96, 80), (81, 64, 128), (33, 128, 128), (33, 256, 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "head_dim", "width"), LAST_BLOCKS)
+def test_last_blocks_have_their_own_width(keys: int, head_dim: int, width: int):
+    sizes = {"M": 290, "N": 256 + keys, "D": head_dim}  # one consumer has no rows
+    operands, options = describe(dense_inputs(0, "contiguous", sizes), Dense(), {})
+    assert width == plan(AttentionProblem.of(operands, options)).LAST_KEYS
+    dense(keys, sizes=sizes)
+    dense(keys, sizes=sizes, softcap=3.0, sink=SINK)
+
+
 @pytest.mark.parametrize("rows", [70, 200])
 def test_full_masks_of_two_consumers(rows: int):
     dense(sizes={"M": rows, "N": rows + 57, "D": 64})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashtile.backends.hopper.forward.plan import plan, unsupported_reasons
+from flashtile.backends.hopper.forward.plan import describe_forward, plan, unsupported_reasons
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -66,6 +66,46 @@ def test_full_masks_have_few_rows_beyond_the_last_query():
     q = torch.empty(1, 577, 2, 64, dtype=torch.bfloat16, device="meta")
     problem = AttentionProblem.of(Operands(q, q, q), Options(577, 577, 1.0))
     assert plan(problem._replace(layout="packed")).BLOCK_M == 192
+
+
+def full(N: int, D: int = 64, **options: Any) -> AttentionProblem:
+    """A problem in which all queries see all keys."""
+    q, k = (torch.empty(1, rows, 2, D, dtype=torch.bfloat16, device="meta") for rows in (300, N))
+    return AttentionProblem.of(Operands(q, k, k), Options(300, N, 1.0, **options))
+
+
+@pytest.mark.parametrize(
+    ("D", "lengths", "widths"),
+    [
+        (64, (77, 128, 129, 144, 145, 161, 193, 209, 577), (128, 128, 16, 16, 32, 64, 80, 128, 80)),
+        (96, (193, 1029), (80, 16)),
+        (128, (1029, 1056, 1057, 193), (16, 32, 128, 128)),  # wider ones would spill
+        (256, (65, 96, 97, 1029), (16, 32, 64, 16)),
+        (64, (3600, 3713, 513, 590, 1500), (16, 128, 16, 80, 128)),  # what saves too little
+    ],
+)
+def test_the_last_block_of_keys_has_its_own_width(
+    D: int, lengths: tuple[int, ...], widths: tuple[int, ...]
+):
+    assert tuple(plan(full(N, D)).LAST_KEYS for N in lengths) == widths
+
+
+def test_explain_says_how_many_keys_of_the_last_block_are_multiplied():
+    assert "tiles of 192 x 128, 16 keys of the last block, head dim" in describe_forward(full(1029))
+    assert "keys of the last block" not in describe_forward(full(1024))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layout": "packed"}, {"has_lengths": True}, {"runs": 1}, {"spans": 1}, {"has_alibi": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_problems_multiply_whole_blocks(change: dict[str, Any]):
+    assert plan(full(1029)._replace(**change)).LAST_KEYS == 128
+    counting = {"dropout_p": 0.1}, {"score_mod": "any"}
+    for options in ({"window_right": 0}, {"window_left": 900}, *counting):
+        config = plan(full(1029, **options))
+        assert config.LAST_KEYS == config.BLOCK_N
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ class Float8Math:
         n0 = block * cfg.BLOCK_N
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
-        s = issue_scores(q, q_tail, i, channels, cfg)
+        s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         values = kept_values(n0, work.N - n0, rows, cfg)
         if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
             channels.v.acquire(i)
@@ -307,7 +307,7 @@ class Float8Math:
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
-        s = issue_scores(q, q_tail, i, channels, cfg)
+        s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         o, _ = self.issue_output(now, channels, cfg)
         pass_ping_pong(ME, cfg)
         s = warpgroup_mma_wait(1, deps=[s])

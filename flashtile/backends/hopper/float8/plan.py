@@ -73,6 +73,7 @@ def float8_plan(problem: AttentionProblem, block_scales: bool) -> Float8Config:
         "CONSUMERS": tile.consumers,
         "BLOCK_M": tile.consumers * CONSUMER_ROWS,
         "BLOCK_N": tile.BLOCK_N,
+        "LAST_KEYS": tile.BLOCK_N,
         "STAGES": tile.stages,
         "Q_SLOTS": tile.consumers * (2 if tile.q == "twice" else 1),
         "HAS_Q_IN_REGISTERS": tile.q == "registers",

@@ -159,7 +159,7 @@ class Progress:
 
     i: gl.tensor  # use of the rings by the last block whose scores are known
     block: gl.tensor  # index of that block
-    p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`
+    p: gl.tensor  # (64, BLOCK_N / 2) its weights, `paired`; of the last block (64, KEYS / 2)
     o: gl.tensor  # (64, BLOCK_DV) output of the previous blocks
     o_tail: gl.tensor
     rescale: gl.tensor  # (64,) the factor that is not yet applied to that output
@@ -249,6 +249,8 @@ def attend(
     first = begin if cfg.IS_ASCENDING else end - 1
     i = pass_blocks(ME, i, blocks_before(first, work, cfg), channels, cfg)
     now = math.first_block(ME, q, q_tail, i, first, channels, rows, work, score, cfg)
+    if cfg.LAST_KEYS < cfg.BLOCK_N:  # `now.p` has fewer columns than in the loop
+        now = math.next_block(ME, now, q, q_tail, channels, rows, score, False, cfg)
     if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # a product has read the registers
         channels.q.release_operand(q_use)
     if cfg.IS_ASCENDING:  # only under a plain causal mask, which ends with the masked blocks
@@ -340,16 +342,49 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, q_tail, i, channels, cfg: gl.constexpr):
-    """Start S = Q K^T of block i."""
-    # (64, BLOCK_D) @ (BLOCK_D, BLOCK_N) -> (64, BLOCK_N)
-    k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D]).permute((1, 0))
-    s = warpgroup_mma(q, k, empty_accumulator(cfg.BLOCK_N, cfg.BITS), use_acc=False, is_async=True)
+def issue_scores(
+    q, q_tail, i, channels, FIRST: gl.constexpr, KEYS: gl.constexpr, cfg: gl.constexpr
+):
+    """Start S = Q K^T of KEYS keys of block i, from key FIRST of the block."""
+    # (64, BLOCK_D) @ (BLOCK_D, KEYS) -> (64, KEYS)
+    k = channels.k.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_D])
+    k = some_rows(k, FIRST, KEYS).permute((1, 0))
+    s = warpgroup_mma(q, k, empty_accumulator(KEYS, cfg.BITS), use_acc=False, is_async=True)
     if cfg.TAIL_D > 0:
-        # (64, TAIL_D) @ (TAIL_D, BLOCK_N) -> (64, BLOCK_N)
-        k = channels.k.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_D]).permute((1, 0))
+        # (64, TAIL_D) @ (TAIL_D, KEYS) -> (64, KEYS)
+        k = channels.k.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_D])
+        k = some_rows(k, FIRST, KEYS).permute((1, 0))
         s = warpgroup_mma(q_tail, k, s, is_async=True)
     return s
+
+
+@gluon.jit
+def add_output(o, o_tail, p, i, channels, FIRST: gl.constexpr, cfg: gl.constexpr):
+    """Start O += P V of the keys from FIRST of block i that the weights `p` belong to."""
+    KEYS: gl.constexpr = 2 * p.shape[1]
+    dtype: gl.constexpr = channels.v.tiles.dtype
+    # (64, KEYS) @ (KEYS, BLOCK_DV) -> (64, BLOCK_DV)
+    v = some_rows(channels.v.tile(i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV]), FIRST, KEYS)
+    o = warpgroup_mma(as_left_operand(p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
+    if cfg.TAIL_DV > 0:
+        # (64, KEYS) @ (KEYS, TAIL_DV) -> (64, TAIL_DV)
+        v = some_rows(channels.v.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_DV]), FIRST, KEYS)
+        o_tail = warpgroup_mma(as_left_operand(p, cfg.TAIL_DV, dtype), v, o_tail, is_async=True)
+    return o, o_tail
+
+
+@gluon.constexpr_function
+def power_of_two(count):
+    """The largest power of two up to `count`: tiles have no other sizes."""
+    return 1 << (count.bit_length() - 1)
+
+
+@gluon.jit
+def some_rows(tile, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT rows of a tile in shared memory, from row FIRST."""
+    if tile.shape[0] > COUNT:
+        tile = tile.slice(FIRST, COUNT)
+    return tile
 
 
 @gluon.jit
@@ -382,6 +417,12 @@ def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.co
 
 
 @gluon.jit
+def as_rows_of(x, values):
+    """One value for each row, (64,), in the layout that belongs to the accumulator `x`."""
+    return gl.convert_layout(values, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
 def kept_scores(n0, rows, cfg: gl.constexpr):
     """Which scores of the keys from `n0`, which counts from the tile's first key, dropout keeps;
     `n0` without dropout.
@@ -407,37 +448,61 @@ class Math16:
     ):
         """The first step of the loop."""
         n0, own = key_of_block(block, rows, cfg), own_mask(block, rows, cfg)
+        KEYS: gl.constexpr = power_of_two(cfg.LAST_KEYS)
+        REST: gl.constexpr = cfg.LAST_KEYS - KEYS  # keys of the block after these
         channels.k.acquire(i)
-        s = issue_scores(q, q_tail, i, channels, cfg)
+        s = issue_scores(q, q_tail, i, channels, 0, KEYS, cfg)
+        if REST > 0:
+            s_rest = issue_scores(q, q_tail, i, channels, KEYS, REST, cfg)
         kept = kept_scores(n0, rows, cfg)
         values = kept_values(n0, work.N - work.first_key - n0, rows, cfg)
         KIND: gl.constexpr = kind_of_keys(cfg)
         if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
             channels.v.acquire(i)
             clear_values(ME, has_cleared(values, KIND, cfg.BLOCK_N), values, i, channels, cfg)
-        s = warpgroup_mma_wait(0, deps=[s])
+        if REST > 0:
+            s, s_rest = warpgroup_mma_wait(0, deps=[s, s_rest])
+        else:
+            s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         IS_MASKED: gl.constexpr = cfg.HAS_RIGHT or cfg.HAS_LISTS or has_starts(cfg)
         s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
         if not IS_MASKED:  # noqa: SIM102 -- known while compiling
-            if n0 + cfg.BLOCK_N > work.N:
+            if n0 + KEYS > work.N:
                 s = masked(s, rows.start, rows.stop, n0, cfg)
         factor = linear_scale(score, cfg)
         row_max = gl.max(s, 1) * factor
-        # (64, BLOCK_N)
-        p = gl.exp2(s * factor - pivot_of(row_max, True)[:, None])
+        if REST > 0:
+            s_rest = finished_scores(s_rest, n0 + KEYS, own, rows, score, True, cfg)
+            row_max = gl.maximum(row_max, as_rows_of(s, gl.max(s_rest, 1) * factor))
+        pivot = pivot_of(row_max, True)
+        # (64, KEYS)
+        p = gl.exp2(s * factor - pivot[:, None])
         weights = paired(p, channels.v.tiles.dtype)
         if cfg.HAS_DROPOUT:  # which does not change the row sum
             weights = dropped(weights, kept)
+        o = empty_accumulator(cfg.BLOCK_DV)
+        o_tail = empty_accumulator(cfg.TAIL_DV) if cfg.TAIL_DV > 0 else i * 0
+        # The layouts of the loop, which other widths only name differently.
+        SUMS: gl.constexpr = partial_row_sum(empty_accumulator(cfg.BLOCK_N)).type.layout
+        row_sum = gl.convert_layout(partial_row_sum(p), SUMS, assert_trivial=True)
+        if REST > 0:
+            # (64, REST)
+            p = gl.exp2(s_rest * factor - as_rows_of(s_rest, pivot)[:, None])
+            row_sum += gl.convert_layout(partial_row_sum(p), SUMS, assert_trivial=True)
+            channels.v.acquire(i)
+            p = paired(p, channels.v.tiles.dtype)
+            o, o_tail = add_output(o, o_tail, p, i, channels, KEYS, cfg)
+            o, o_tail = finished_output(o, o_tail, cfg)
         return Progress(
             i,
             block,
             weights,
-            empty_accumulator(cfg.BLOCK_DV),
-            empty_accumulator(cfg.TAIL_DV) if cfg.TAIL_DV > 0 else i * 0,
+            o,
+            o_tail,
             gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
-            row_max,
-            partial_row_sum(p),
+            gl.convert_layout(row_max, row_values(cfg.BLOCK_N), assert_trivial=True),
+            row_sum,
         )
 
     @gluon.jit
@@ -455,7 +520,7 @@ class Math16:
             is_cleared = has_cleared(values, kind_of_keys(cfg), cfg.BLOCK_N)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
-        s = issue_scores(q, q_tail, i, channels, cfg)
+        s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         o, o_tail = self.issue_output(now, channels, cfg)
         pass_ping_pong(ME, cfg)
         kept = kept_scores(n0, rows, cfg)
@@ -489,20 +554,11 @@ class Math16:
     @gluon.jit
     def issue_output(self, now, channels, cfg: gl.constexpr):
         """Start O += P V of the last block."""
-        dtype: gl.constexpr = channels.v.tiles.dtype
         channels.v.acquire(now.i)
         o, o_tail = rescaled_where_needed(now.o, now.rescale), now.o_tail
         if cfg.TAIL_DV > 0:
             o_tail = rescaled_where_needed(o_tail, now.rescale)
-        # (64, BLOCK_N) @ (BLOCK_N, BLOCK_DV) -> (64, BLOCK_DV)
-        v = channels.v.tile(now.i).reshape([cfg.BLOCK_N, cfg.BLOCK_DV])
-        o = warpgroup_mma(as_left_operand(now.p, cfg.BLOCK_DV, dtype), v, o, is_async=True)
-        if cfg.TAIL_DV > 0:
-            # (64, BLOCK_N) @ (BLOCK_N, TAIL_DV) -> (64, TAIL_DV)
-            v = channels.v.tail(now.i).reshape([cfg.BLOCK_N, cfg.TAIL_DV])
-            p = as_left_operand(now.p, cfg.TAIL_DV, dtype)
-            o_tail = warpgroup_mma(p, v, o_tail, is_async=True)
-        return o, o_tail
+        return add_output(o, o_tail, now.p, now.i, channels, 0, cfg)
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):

@@ -142,6 +142,13 @@ DROPOUT_TILES = SHORT_CAUSAL_TILES | {(128, 128): Tile(2, 64, 3, False, "registe
 LONG_CAUSAL = 8192  # keys
 LONG_CAUSAL_TILES = {(128, 128): Tile(2, 128, 2, False, "registers", ascends=True)}
 
+# The keys of the last block's step, in one tile of scores or, of 80 keys, in one of 64 and one of
+# 16, and the part of a KV loop that it must save. With 128 columns, Triton 3.9 spills registers for
+# more than 32 keys.
+LAST_WIDTHS = (16, 32, 64, 80)
+WIDEST_OF_128_COLUMNS = 32
+LEAST_SAVING = 0.03
+
 # Tiles of 128 rows and above head dim 128 of 64 keys, of which the usual tiles of block masks are
 # multiples.
 BLOCK_MASK_TILES = SHORT_CAUSAL_TILES | dict.fromkeys([(144, 144), (160, 160), (192, 128)], UNLIKE)
@@ -218,13 +225,14 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
 class KernelConfig:
     """The compile-time constants of the kernel, with reasons in docs/compilation.md. Lengths and
     strides are not among them and recompile nothing, except that short and long causal problems,
-    narrow windows and few queries may have another tile.
+    narrow windows and few queries may have another tile, and a last block of few keys its own step.
     """
 
     BITS: int  # bits of an element of Q, K, V and P
     CONSUMERS: int
     BLOCK_M: int
     BLOCK_N: int
+    LAST_KEYS: int  # keys of the last block that are multiplied, see `last_keys`
     BLOCK_D: int  # columns of a tile of keys; a second tile has the tail
     TAIL_D: int
     BLOCK_DV: int
@@ -380,6 +388,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         CONSUMERS=tile.consumers,
         BLOCK_M=tile.consumers * CONSUMER_ROWS,
         BLOCK_N=tile.BLOCK_N,
+        LAST_KEYS=last_keys(problem, tile),
         BLOCK_D=BLOCK_D,
         TAIL_D=TAIL_D,
         BLOCK_DV=BLOCK_DV,
@@ -410,6 +419,31 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         IS_PARTIAL=problem.is_partial,
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
     )
+
+
+def last_keys(problem: AttentionProblem, tile: Tile) -> int:
+    """The number of keys that the KV loop's step of the last block multiplies: those of a block, or
+    one of `LAST_WIDTHS`. Each width is one more variant of the kernel to compile, so it must save
+    `LEAST_SAVING` of the loop.
+    """
+    BLOCK_N = tile.BLOCK_N
+    whole, rest = divmod(problem.N, BLOCK_N)
+    if whole == 0 or rest == 0 or not _sees_whole_tensors(problem):
+        return BLOCK_N
+    width = next(width for width in (*LAST_WIDTHS, BLOCK_N) if width >= rest)
+    spills = max(padded_pair(problem)) >= 128 and width > WIDEST_OF_128_COLUMNS
+    saving = (1 - width / BLOCK_N) / (whole + 1)
+    return BLOCK_N if spills or saving < LEAST_SAVING else width
+
+
+def _sees_whole_tensors(problem: AttentionProblem) -> bool:
+    """Whether every query of a dense batch sees all keys of the tensor, and nothing in the scores
+    counts by whole blocks, as dropout, ALiBi and score functions do.
+    """
+    whole = problem.layout == "dense" and not problem.has_lengths and problem.runs == 0
+    unmasked = not problem.facts and problem.block_tile is None and problem.spans == 0
+    counts = problem.options.dropout_p > 0 or problem.has_alibi or problem.options.score_mod != ""
+    return whole and unmasked and not counts
 
 
 def lists_spans(problem: AttentionProblem) -> bool:
@@ -454,8 +488,11 @@ def padded_pair(problem: AttentionProblem) -> tuple[int, int]:
 def describe_forward(problem: AttentionProblem) -> str:
     """The plan of the forward as text, for `explain`."""
     config = plan(problem)
+    tiles = f"{config.BLOCK_M} x {config.BLOCK_N}"
+    if config.LAST_KEYS < config.BLOCK_N:
+        tiles += f", {config.LAST_KEYS} keys of the last block"
     return (
-        f"forward: tiles of {config.BLOCK_M} x {config.BLOCK_N}, head dim padded to "
+        f"forward: tiles of {tiles}, head dim padded to "
         f"{config.BLOCK_D + config.TAIL_D}, {config.CONSUMERS} consumer warpgroups and a producer "
         f"warp, {config.STAGES} stages"
     )

@@ -484,9 +484,11 @@ def blocks_of(first, last, b, M, N, mask, cfg: gl.constexpr):
 @gluon.jit
 def own_blocks(first, work, sizes, mask, cfg: gl.constexpr):
     """The blocks of keys (begin, full_begin, full_end, end) of the tile for the rows of a consumer
-    from row `first`: some row sees a key of [begin, end), which is at least one block, and every
-    row sees [full_begin, full_end) completely. With a list, [begin, end) are all its entries.
+    from row `first`: some row sees a key of [begin, end), which is at least one block, or two where
+    the step after the first one is peeled off the loop, and every row sees [full_begin, full_end)
+    completely. With a list, [begin, end) are all its entries.
     """
+    LEAST: gl.constexpr = 1 if cfg.LAST_KEYS == cfg.BLOCK_N else 2
     last = gl.minimum(first + CONSUMER_ROWS, work.M) - 1
     begin, end = work.begin, work.end
     if cfg.HAS_LISTS:
@@ -504,8 +506,8 @@ def own_blocks(first, work, sizes, mask, cfg: gl.constexpr):
             _, stop = visible_keys(p, work.b, work.N, mask, cfg)
             p = query_positions(last, last + shift, work.b, mask, cfg)
             start, _ = visible_keys(p, work.b, work.N, mask, cfg)
-        begin = gl.minimum(gl.maximum(begin, work.begin), work.end - 1)
-        end = gl.minimum(gl.maximum(end, begin + 1), work.end)
+        begin = gl.minimum(gl.maximum(begin, work.begin), work.end - LEAST)
+        end = gl.minimum(gl.maximum(end, begin + LEAST), work.end)
         full_end = gl.minimum(gl.maximum(stop // cfg.BLOCK_N, begin), end)
         full_begin = gl.minimum(gl.maximum(gl.cdiv(start, cfg.BLOCK_N), begin), full_end)
     return begin, full_begin, full_end, end

@@ -100,7 +100,7 @@ def alibi_slope(b, h, score, cfg: gl.constexpr):
 def distances(position, n0, s, cfg: gl.constexpr):
     """Positions (64,) minus the keys [n0, n0 + BLOCK_N), in the layout of the scores `s`."""
     LAYOUT: gl.constexpr = s.reshape([64, cfg.BLOCK_N // 8, 8]).type.layout
-    d = bounds(position - n0, LAYOUT) - eights(LAYOUT, cfg)
+    d = bounds(position - n0, LAYOUT) - eights(cfg.BLOCK_N, LAYOUT)
     return gl.convert_layout(d.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
@@ -112,10 +112,11 @@ def has_starts(cfg):
 
 @gluon.jit
 def masked(s, start, stop, n0, cfg: gl.constexpr):
-    """-inf where a key of [n0, n0 + BLOCK_N) is outside its row's [start, stop), both (64,)."""
-    by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
+    """-inf where a key, from `n0` on, is outside its row's [start, stop), both (64,)."""
+    COLUMNS: gl.constexpr = s.shape[1]
+    by_eights = s.reshape([64, COLUMNS // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
-    eight = eights(LAYOUT, cfg)
+    eight = eights(COLUMNS, LAYOUT)
     visible = eight < bounds(stop - n0, LAYOUT)
     if has_starts(cfg):
         visible = visible & (eight >= bounds(start - n0, LAYOUT))
@@ -189,7 +190,7 @@ def masked_by_intervals(s, intervals, n0, cfg: gl.constexpr):
     SPANS: gl.constexpr = cfg.SPANS
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
-    eight = eights(LAYOUT, cfg)
+    eight = eights(cfg.BLOCK_N, LAYOUT)
     visible = in_interval(eight, intervals[0], n0, LAYOUT)
     for r in gl.static_range(1, SPANS):
         visible = visible | in_interval(eight, intervals[r], n0, LAYOUT)
@@ -224,9 +225,9 @@ def own_mask(block, rows, cfg: gl.constexpr):
 
 
 @gluon.jit
-def eights(LAYOUT: gl.constexpr, cfg: gl.constexpr):
-    """(1, BLOCK_N / 8, 1): the first key of each eight of a block."""
-    COUNT: gl.constexpr = cfg.BLOCK_N // 8
+def eights(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(1, COLUMNS / 8, 1): the first column of each eight of a block."""
+    COUNT: gl.constexpr = COLUMNS // 8
     eight = 8 * gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     return eight[None, :, None]
 
