@@ -11,21 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from flashtile.backends.triton.arguments import Corners
-from flashtile.backends.triton.score_source import (
-    CAPTURED,
-    GRADIENT,
-    SCORE,
-    SUMS,
-    Facts,
-    Writer,
-    captured_source,
-    kept_tiles,
-    source_of,
-)
+from flashtile.backends.triton.captured_source import CAPTURED, SUMS, captured_source, kept_tiles
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import prepare
+from flashtile.gpu.score_source import GRADIENT, SCORE, Corners, Facts, Writer, source_of
 from flashtile.problem import AttentionProblem
 from flashtile.score_mod import derivative, described
 from flashtile.score_mod.program import VALUES, parsed
@@ -64,7 +54,7 @@ def test_large_tables_have_64_bit_offsets() -> None:
 def test_equal_sources_have_equal_names() -> None:
     """So that compiled kernels are found on disk; others never are."""
     pytest.importorskip("triton", reason="the package triton is not installed")
-    from flashtile.backends.triton.kernel_launches import function_of
+    from flashtile.gpu.score_source import function_of
 
     texts = [
         described(lambda s, b, h, i, j, n=n: s * n, torch.float32, torch.device("cpu")).program

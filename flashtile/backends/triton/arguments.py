@@ -146,15 +146,6 @@ class RowPositions(NamedTuple):
     b: Any  # the sequence
 
 
-class Corners(NamedTuple):
-    """First and last row and key of a tile, the last ones perhaps past the end."""
-
-    first_row: Any
-    last_row: Any
-    first_key: Any
-    last_key: Any
-
-
 class RowStats(NamedTuple):
     """Of the rows of a backward, in pointers or tiles: see `backward_pass.delta_kernel`."""
 

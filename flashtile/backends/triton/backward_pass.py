@@ -14,7 +14,8 @@ import triton.language as tl
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
+from ...gpu.score_source import Corners
+from .arguments import Blocks, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
 from .products import add_product, operand, product, product_in_halves, rounded_to_tf32
 from .tiles import (

@@ -17,7 +17,8 @@ import triton.language as tl
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
 from ...gpu.rows import HeadRows
-from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
+from ...gpu.score_source import Corners
+from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .cache import (
     append_tokens,
     first_key_block,

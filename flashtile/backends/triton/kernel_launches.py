@@ -6,13 +6,10 @@ GPUs.
 
 from __future__ import annotations
 
-import hashlib
-import linecache
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import Launch
@@ -23,11 +20,12 @@ from ...gpu.rows import (
     with_adjacent_elements,
     with_aligned_rows,
 )
-from ...lru import memoised
+from ...gpu.score_source import GRADIENT, SCORE, function_of, source_of
 from ...ops.merge.kernel import merge_launch
 from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad
 from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
+from .captured_source import CAPTURED, SUMS, captured_source, kept_tiles
 from .forward_pass import forward_kernel
 from .masks import list_tiles_kernel
 from .plan import KernelPlan, Plan, plan
@@ -38,7 +36,6 @@ from .score_gradients import (
     probabilities_kernel,
     row_sums_kernel,
 )
-from .score_source import CAPTURED, GRADIENT, SCORE, SUMS, captured_source, kept_tiles, source_of
 from .short_sequences import short_backward_kernel, short_forward_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
@@ -348,22 +345,6 @@ def probabilities_launch(
 
 
 # Score functions as functions of Triton, made from their programs.
-
-
-@memoised(256)
-def function_of(source: str) -> Any:
-    """The function of a module's source, compiled into the kernels that call it.
-
-    Triton reads the source of a function and keeps compiled kernels on disk by that source and by
-    the names of the functions in their configuration, so the name has a hash of the whole source.
-    """
-    name = f"score_{hashlib.sha256(source.encode()).hexdigest()[:20]}"
-    source = source.replace("def score(", f"def {name}(")
-    filename = f"<flashtile {name}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": f"flashtile.generated.{name}", "tl": tl}
-    exec(compile(source, filename, "exec"), namespace)
-    return namespace[name]
 
 
 def plan_with_functions(problem: AttentionProblem, aligned: bool) -> Plan:

@@ -15,8 +15,9 @@ from torch import Tensor
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
 from ...gpu.rows import HeadRows
+from ...gpu.score_source import Corners
 from ...problem import LARGE_LSE, Operands, Options
-from .arguments import Blocks, Corners, Lengths, Mask, RowPositions, Score, unspecialised
+from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p, stats_at
 from .cache import load_keys, page_list
 from .masks import in_spans, load_intervals

@@ -21,7 +21,8 @@ import triton.language as tl
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import reciprocal, rows_base
 from ...gpu.rows import HeadRows
-from .arguments import Corners, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
+from ...gpu.score_source import Corners
+from .arguments import Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .backward_pass import drop, recompute_p
 from .forward_pass import first_sums, store_lse
 from .tiles import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...gpu import hardware
+from ...gpu.score_source import untranslatable
 from ...problem import AttentionProblem, Options, captured_needs_grad
 from ..reasons import (
     dotted,
@@ -15,7 +16,6 @@ from ..reasons import (
     head_dim_reasons,
 )
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
-from .score_source import untranslatable
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

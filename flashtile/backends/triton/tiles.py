@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...gpu.dropout import BLOCK_KEYS, LOWER_BITS, philox_block
 from ...gpu.intrinsics import IS_INTERPRETED, LN2, LOG2E, load_each, tanh
-from .arguments import Corners
+from ...gpu.score_source import Corners
 
 # The rows of a sequence
 

@@ -1,7 +1,8 @@
-"""Write the program of a score function as the source of Triton functions.
+"""Write the program of a score function as the source of functions of Triton or of Gluon.
 
 Pure Python. Every line of a program becomes one statement on tiles: indices of queries and keys are
-int32 tensors that broadcast against each other, scores are float32.
+int32 tensors that broadcast against each other, scores are float32. The statements are the same in
+both languages, because the name ``tl`` is the language's own.
 
 First comes what can be known in advance of the numbers that a score function computes in a tile.
 The difference j - i of a query and a key decides most of what score functions read. All scores of a
@@ -11,14 +12,16 @@ every index.
 
 from __future__ import annotations
 
+import hashlib
+import linecache
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...lru import memoised
-from ...score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
+from ..lru import memoised
+from ..score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
 
 # On what a number of a tile depends: its query, its key, and the difference of both. Without the
 # first or the second, a tile has one number for each key, or for each query.
@@ -144,25 +147,54 @@ def limits_of(line: Line) -> dict[str, Any]:
 # The source of a score function and of its derivative
 
 
+class Language(NamedTuple):
+    """What differs between the sources of two languages."""
+
+    imports: str
+    spread: str  # a number x for every score of the tile s
+    reads_each: bool  # loads of a number for each score need `load_each`
+    inputs: tuple[str, ...]  # further ones
+
+
 # The package may have been loaded under another name.
-HEADER = f"""import triton
-import triton.language as tl
+_INTRINSICS = f"from {__name__.removesuffix('score_source')}intrinsics import"
+TRITON = Language(
+    f"""import triton.language as tl
+from triton import jit
 
-from {__name__.removesuffix(".backends.triton.score_source")}.gpu.intrinsics import load_each, tanh
+{_INTRINSICS} load_each, tanh
+""",
+    "tl.broadcast_to({x}, s.shape)",
+    reads_each=True,
+    inputs=(),
+)
+# In Gluon a thread always loads the numbers of its own scores, and a tensor has a layout. Kernels
+# pass d = j - i, which they can compute in fewer instructions.
+GLUON = Language(
+    f"""from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as tl
 
-
-@triton.jit
+{_INTRINSICS} tanh
+""",
+    "tl.full(s.shape, {x}, {x}.dtype, s.type.layout)",
+    reads_each=False,
+    inputs=("d",),
+)
+_HELPERS = """
+@jit
 def remainder_of(a, b):
-    # Of integers, with the sign of b: Triton's has the sign of a.
+    # Of integers, with the sign of b: the languages' own has the sign of a.
     r = a % b
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
 
-@triton.jit
+@jit
 def wrapped(index, size):
     # A negative index counts from the end.
     return tl.where(index < 0, index + size, index)
 
+
+@jit
 """
 
 _TYPES = {
@@ -180,10 +212,17 @@ _TYPES = {
 
 # What a function is for: the score, or its gradient.
 SCORE, GRADIENT = KINDS = "score", "gradient"
-_INPUTS = {
-    SCORE: ("s", *INDICES, "corners", "values_ptr", "integers_ptr"),
-    GRADIENT: ("s", *INDICES, "corners", "g", "values_ptr", "integers_ptr"),
-}
+_INPUTS = {SCORE: (), GRADIENT: ("g",)}
+
+
+class Corners(NamedTuple):
+    """First and last row and key of a tile, the last ones perhaps past the end."""
+
+    first_row: Any
+    last_row: Any
+    first_key: Any
+    last_key: Any
+
 
 # Expressions by operation. Those of the first table compute in the dtype of their result, those of
 # the second one in the dtype to which their arguments promote.
@@ -253,30 +292,50 @@ def untranslatable(text: str) -> str:
 
 
 @memoised(256)
-def source_of(text: str, kind: str) -> str:
+def source_of(text: str, kind: str, language: Language = TRITON) -> str:
     """The source of a module with the function ``score``, whose inputs depend on its `kind`.
 
     Raises:
         Untranslatable: the kernels do not have an operation.
     """
-    writer = Writer(parsed(text))
-    return module_of([*writer.statements(), f"return {writer.result()}"], _INPUTS[kind])
+    writer = Writer(parsed(text), language)
+    inputs = ("s", *INDICES, *language.inputs, "corners", *_INPUTS[kind])
+    statements = [*writer.statements(), f"return {writer.result()}"]
+    return module_of(statements, (*inputs, "values_ptr", "integers_ptr"), language)
 
 
-def module_of(statements: Iterable[str], inputs: Iterable[str]) -> str:
+def module_of(statements: Iterable[str], inputs: Iterable[str], language: Language = TRITON) -> str:
     """The source of a module with the function ``score``."""
     body = "\n".join(f"    {line}" for line in statements)
-    return f"{HEADER}\n\n@triton.jit\ndef score({', '.join(inputs)}):\n{body}\n"
+    return f"{language.imports}\n{_HELPERS}def score({', '.join(inputs)}):\n{body}\n"
+
+
+@memoised(256)
+def function_of(source: str) -> Any:
+    """The function of a module's source, compiled into the kernels that call it.
+
+    Triton reads the source of a function and keeps compiled kernels on disk by that source and by
+    the names of the functions in their configuration, so the name has a hash of the whole source.
+    """
+    name = f"score_{hashlib.sha256(source.encode()).hexdigest()[:20]}"
+    source = source.replace("def score(", f"def {name}(")
+    filename = f"<flashtile {name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": f"flashtile.generated.{name}"}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[name]
 
 
 class Writer:
     """The statements of one program."""
 
-    def __init__(self, program: Program, is_branching: bool = True) -> None:
+    def __init__(
+        self, program: Program, language: Language = TRITON, is_branching: bool = True
+    ) -> None:
         """`is_branching`: tiles in which fewer numbers have to be read, or checked, have code of
         their own; needs ``corners``.
         """
-        self._program, self._is_branching = program, is_branching
+        self._program, self._language, self._is_branching = program, language, is_branching
         self.addresses: dict[Name, tuple[str, str]] = {}  # of captured numbers, and their mask
         self._constants = {
             line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
@@ -388,6 +447,10 @@ class Writer:
         return self._in(line, f"{{0}} + {_factor(line)}{{1}}")
 
     def _sub_(self, line: Line) -> str:
+        if self._language.inputs and line.dtype == torch.int32 and not _factor(line):
+            known = {("j", "i"): "d", ("i", "j"): "-d"}.get(line.arguments)
+            if known is not None:
+                return known
         return self._in(line, f"{{0}} - {_factor(line)}{{1}}")
 
     def _rsub_(self, line: Line) -> str:
@@ -484,7 +547,7 @@ class Writer:
             *(f"{least[n]}, {greatest[n]} = {', '.join(x)}" for n, x in known.items()),
             f"if {is_one}:",
             f"    {self._load(line, names | one, in_one, is_each=False)}",
-            f"    {line.name} = tl.broadcast_to({line.name}, s.shape)",
+            f"    {line.name} = {self._language.spread.format(x=line.name)}",
             f"elif {is_inside}:",
             f"    {self._load(line, names | spread, others, is_each=True)}",
             "else:",
@@ -514,7 +577,7 @@ class Writer:
     ) -> str:
         """The statement that loads captured numbers, with `load_each` or as Triton does."""
         pointers, mask = f"{line.op}_ptr + {self._address(line, names)}", " & ".join(inside)
-        if is_each:
+        if is_each and self._language.reads_each:
             read = f"load_each({pointers}, {mask or None})"
         else:
             read = f"tl.load({pointers}{f', mask={mask}, other=0' if mask else ''})"
@@ -545,95 +608,3 @@ def _literal(x: Any, dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return f'float("{float(x)}")' if not math.isfinite(x) else repr(float(x))
     return repr(bool(x)) if dtype == torch.bool else repr(int(x))
-
-
-# Write the gradients of what a score function captures as the source of Triton functions.
-#
-# A tile of scores adds to a captured number what all scores that read it contribute. Which scores
-# share a number decides where they are added up: see `score_gradients.captured_gradient_kernel`.
-
-
-# What a function is for: to add up the gradients of a tile, and to add the sums of a band.
-CAPTURED, SUMS = "captured", "sums"
-_CAPTURED_INPUTS = {
-    CAPTURED: ("s", *INDICES, "g", "visible", "values_ptr", "integers_ptr", "total_ptr", "kept"),
-    SUMS: (*INDICES, "values_ptr", "integers_ptr", "total_ptr", "kept"),
-}
-
-
-@memoised(256)
-def captured_source(text: str, kind: str, by_difference: bool) -> str:
-    """The source of a module with the function ``score`` for a program with gradients of captured
-    values. ``total_ptr`` are the gradients of all captured values.
-
-    CAPTURED: of a tile with rows (SIDE, 1) and keys (1, SIDE), where it is ``visible``. Adds those
-    that tiles of a band share to the tiles ``kept``, which it returns, and all others to
-    ``total_ptr``. SUMS: adds the sums ``kept`` (SIDE,) of the diagonals of these tiles, for one
-    query and SIDE keys, to ``total_ptr``.
-
-    `by_difference`: rows and keys stand next to each other, so that j - i is the same for the same
-    diagonal of all tiles of a band.
-    """
-    program = parsed(text)
-    writer = Writer(program, is_branching=False)
-    if kind == CAPTURED:
-        statements = [*writer.statements(), *_additions(program, writer, by_difference)]
-    else:
-        statements = [*writer.statements(_needed(program)), *_sums(program, writer, by_difference)]
-    return module_of(statements, _CAPTURED_INPUTS[kind])
-
-
-def kept_tiles(text: str, by_difference: bool) -> int:
-    """How many tiles a program keeps for its band."""
-    program = parsed(text)
-    facts = Writer(program, is_branching=False).facts
-    return sum(_is_kept(facts.axes(line), by_difference) for line, _ in program.captured)
-
-
-def _is_kept(axes: Axes, by_difference: bool) -> bool:
-    return not axes or (by_difference and axes == {DIFFERENCE})
-
-
-def _additions(program: Program, writer: Writer, by_difference: bool) -> list[str]:
-    """Add up the gradients of a tile, each summed over what shares one in the tile."""
-    found: list[str] = []
-    kept: list[str] = []
-    for number, (line, gradient) in enumerate(program.captured):
-        x, axes = f"x{number}", writer.facts.axes(line)
-        found.append(f"{x} = tl.where(visible, {writer.spread(gradient)}, 0.0)")
-        if _is_kept(axes, by_difference):
-            kept.append(f"kept[{len(kept)}] + {x}")
-            continue
-        if axes == {QUERY}:
-            found.append(f"{x} = tl.sum({x}, 1)[:, None]")
-        elif axes == {KEY}:
-            found.append(f"{x} = tl.sum({x}, 0)[None, :]")
-        found.append(_addition(x, *writer.addresses[line]))
-    return [*found, f"return ({', '.join(kept)},)" if kept else "return kept"]
-
-
-def _sums(program: Program, writer: Writer, by_difference: bool) -> list[str]:
-    """Add the sums of the kept tiles."""
-    found, count = [], 0
-    for number, (line, _) in enumerate(program.captured):
-        x, axes = f"x{number}", writer.facts.axes(line)
-        if _is_kept(axes, by_difference):
-            sums = f"kept[{count}]"
-            found.append(f"{x} = {sums if axes else f'tl.sum({sums}, 0)'}")
-            found.append(_addition(x, *writer.addresses[line]))
-            count += 1
-    return found
-
-
-def _addition(x: str, address: str, inside: str) -> str:
-    mask = f"{inside} & ({x} != 0)" if inside else f"{x} != 0"
-    return f"tl.atomic_add(total_ptr + {address}, {x}, mask={mask})"
-
-
-def _needed(program: Program) -> set[Name]:
-    """The lines that read what the program has gradients of, and those that their indices need."""
-    needed = {line for line, _ in program.captured}
-    for line in reversed(program.lines):
-        if line.name in needed:
-            needed.update(line.names)
-    return needed
