@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..gpu.score_source import untranslatable
 from ..problem import AttentionProblem, dtype_name
 
 
@@ -50,9 +51,13 @@ def shard_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def score_mod_reasons(problem: AttentionProblem) -> list[str]:
-    """For a backend without score functions."""
-    options = "softcap, alibi_slopes, bias and masks"
-    return [f"a score_mod (this backend: {options})"] if problem.options.score_mod else []
+    """What the GPU kernels do not have of a score function and its derivative."""
+    options = problem.options
+    for text in filter(None, (options.score_mod, options.score_mod_gradient)):
+        missing = untranslatable(text)
+        if missing:
+            return [f"{missing} in a score_mod or its derivative (on a CPU)"]
+    return []
 
 
 def distance_reasons(problem: AttentionProblem) -> list[str]:

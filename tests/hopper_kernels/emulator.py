@@ -13,11 +13,13 @@ its wait, or a generic store that no fence makes visible to products and copies,
 from __future__ import annotations
 
 import importlib
+import linecache
 import re
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
 from itertools import product
@@ -336,6 +338,7 @@ LANGUAGE: dict[str, Any] = {
     "float16": torch.float16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "int1": torch.bool,
     "int8": torch.int8,
     "uint32": torch.int64,  # PyTorch's own has few operations
     "uint64": torch.int64,
@@ -354,6 +357,7 @@ LANGUAGE: dict[str, Any] = {
     "clamp": lambda x, low, high, nan: torch.clamp(x, low, high),
     "PropagateNan": SimpleNamespace(ALL="all"),
     **{x: getattr(torch, x) for x in ("abs", "exp2", "permute", "reshape", "sum", "zeros_like")},
+    **{x: getattr(torch, x) for x in ("exp", "log", "sqrt")},  # of score functions
     "expand_dims": torch.unsqueeze,
     "convert_layout": lambda x, layout, assert_trivial=False: x,
     "multiple_of": lambda x, sizes: x,
@@ -456,6 +460,14 @@ def load_file(name: str) -> types.ModuleType:
     return found
 
 
+def generated(function: Any) -> Any:
+    """A function that `gpu/score_source.py` has printed."""
+    source = "".join(linecache.getlines(function.__code__.co_filename))
+    names: dict[str, Any] = {"__name__": "emulated"}
+    exec(source.replace("from flashtile.", f"from {ROOT}."), names)
+    return names[function.__name__]
+
+
 @contextmanager
 def emulated() -> Iterator[Callable[[str], types.ModuleType]]:
     """Imports a kernel file against the stand-ins."""
@@ -485,6 +497,9 @@ def argument(x: Any) -> Any:
         return Descriptor(x)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*map(argument, x))
+    if getattr(x, "SCORE_MOD", None) is not None:
+        named = {n: f for n, f in vars(x).items() if n.startswith("SCORE_") and f is not None}
+        return replace(x, **{name: generated(f.fn) for name, f in named.items()})
     return tile(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
 

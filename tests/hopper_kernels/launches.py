@@ -6,12 +6,12 @@ import torch
 from compiled_kernels import DEVICES
 
 from flashtile.backends.hopper.forward.launch import (
+    config_of,
     forward_launch,
     lists_of,
     outputs,
     tile_list,
 )
-from flashtile.backends.hopper.forward.plan import plan
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
 
@@ -26,7 +26,7 @@ def launch_of(operands: Operands, options: Options, **facts: object) -> Launch:
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(capability=CAPABILITY, device_type="cuda", **facts)
     counter = torch.zeros(2, dtype=torch.int32)
-    config = plan(problem)
+    config = config_of(problem)
     out, lse = (allocate() for allocate in outputs(operands, config))
     tiles = next((allocate() for allocate in tile_list(problem, config, operands)), None)
     launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles)

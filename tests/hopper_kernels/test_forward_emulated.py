@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.backend_interface import Results
 from flashtile.backends.hopper.forward import plan as forward_plan
 from flashtile.backends.hopper.forward.launch import (
+    config_of,
     forward_launch,
     lists_of,
     outputs,
@@ -130,6 +131,10 @@ PRODUCT = emulator.warpgroup_mma
 
 @pytest.fixture(autouse=True)
 def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
+    say_more(monkeypatch)
+
+
+def say_more(patch: pytest.MonkeyPatch) -> None:
     """What the forward says and the backward does not."""
     more = {
         "int16": torch.int16,
@@ -139,8 +144,8 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
         "inline_asm_elementwise": inline_asm,
     }
     for name, value in more.items():
-        monkeypatch.setitem(emulator.LANGUAGE, name, value)
-    monkeypatch.setattr(emulator, "warpgroup_mma", warpgroup_mma)
+        patch.setitem(emulator.LANGUAGE, name, value)
+    patch.setattr(emulator, "warpgroup_mma", warpgroup_mma)
 
 
 def emulate(
@@ -152,7 +157,7 @@ def emulate(
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
     problem = problem._replace(is_partial=is_partial)
     counter = torch.zeros(2, dtype=torch.int32)
-    config = plan(problem)
+    config = config_of(problem)
     out, lse = into or [allocate() for allocate in outputs(operands, config)]
     tiles = next((allocate() for allocate in tile_list(problem, config, operands)), None)
     if tiles is not None:

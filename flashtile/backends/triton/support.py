@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from ...gpu import hardware
-from ...gpu.score_source import untranslatable
-from ...problem import AttentionProblem, Options, captured_needs_grad
+from ...problem import AttentionProblem, captured_needs_grad
 from ..reasons import (
     dotted,
     dtype_reasons,
     head_dim_reasons,
+    score_mod_reasons,
 )
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
 
@@ -44,7 +44,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.runs and (options.alibi_needs_grad or options.relative_bias_needs_grad):
         names = "alibi_slopes and relative_bias"
         reasons.append(f"gradients of {names} over parts of sequences (on a CPU)")
-    reasons += _score_mod_reasons(options)
+    if captured_needs_grad(options) and options.deterministic:
+        reasons.append("deterministic gradients of what a score_mod captures (on a CPU)")
+    reasons += score_mod_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
@@ -53,19 +55,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             f"99 KiB of shared memory of {device_name(problem)})"
         )
     return reasons
-
-
-def _score_mod_reasons(options: Options) -> list[str]:
-    """What the kernels do not have of a score function and its derivative."""
-    found = []
-    if captured_needs_grad(options) and options.deterministic:
-        found.append("deterministic gradients of what a score_mod captures (on a CPU)")
-    for text in filter(None, (options.score_mod, options.score_mod_gradient)):
-        missing = untranslatable(text)
-        if missing:
-            found.append(f"{missing} in a score_mod or its derivative (on a CPU)")
-            break
-    return found
 
 
 def _forward_only_reasons(problem: AttentionProblem) -> list[str]:

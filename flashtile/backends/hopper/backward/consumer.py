@@ -47,12 +47,15 @@ from ..shared.pipeline import (
 from ..shared.schedule import clear_numbers, clear_rows, has_cleared, kind_of_keys, kind_of_rows
 from ..shared.softmax import (
     LOG2E,
+    Place,
     alibi_slope,
     bounds,
     draws_of,
     kept_queries,
     load_bits,
     masked_by_bits,
+    modified,
+    modified_gradient,
     negative_where_dropped,
 )
 from .dq import (
@@ -216,20 +219,27 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, lse_log2, keys, bits, kept, m0, slope, scale, softcap, IS_MASKED: gl.constexpr,
+    s, lse_log2, keys, bits, kept, place, slope, scale, work, score, IS_MASKED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """P of a block, and the factor of dP - delta in dS: P times the derivative of softcap. Both are
-    negative where dropout drops P.
+    """P of a block, and the factor of dP - delta in dS: P times the derivatives of softcap and of
+    a score function. Both are negative where dropout drops P.
 
-    `lse_log2` (columns,) is +inf for rows that saw no key; `m0` is the row of the first column;
-    `slope` is ALiBi's slope in base 2; `bits` are those of a block mask, and `kept` of dropout.
+    `lse_log2` (columns,) is +inf for rows that saw no key, and after the last row; `place` has the
+    first row; `slope` is ALiBi's slope in base 2; `bits` are those of a block mask, and `kept` of
+    dropout.
     """
+    m0 = place.first_column
     if cfg.HAS_SOFTCAP:
-        t = tanh(s * (scale / softcap))
-        exponent = t * (softcap * LOG2E) - lse_log2[None, :]
+        t = tanh(s * (scale / score.softcap))
+        capped, factor_log2 = t, score.softcap * LOG2E
     else:
-        exponent = s * (scale * LOG2E) - lse_log2[None, :]
+        capped, factor_log2 = s, scale * LOG2E
+    if cfg.SCORE_MOD is not None:
+        capped = capped * (score.softcap if cfg.HAS_SOFTCAP else scale)
+        exponent = modified(capped, place, score, True, cfg) * LOG2E - lse_log2[None, :]
+    else:
+        exponent = capped * factor_log2 - lse_log2[None, :]
     if cfg.HAS_ALIBI:
         distance = distances(keys.number - keys.shift - m0, s)
         exponent = exponent - slope * gl.abs(distance).to(gl.float32)
@@ -245,11 +255,22 @@ def probabilities(
     if cfg.HAS_DROPOUT:
         p = negative_where_dropped(p, kept)
     factor = p
+    if cfg.SCORE_MOD is not None:
+        factor = modified_gradient(capped, p, place, score, cfg)
+        if IS_MASKED or m0 + cfg.BLOCK_M > work.M:  # the function may give NaN there
+            p, factor = without_hidden(p, factor, lse_log2)
     if cfg.HAS_SOFTCAP:
-        factor = p * (1.0 - t * t)
+        factor = factor * (1.0 - t * t)
         if IS_MASKED and cfg.IS_PACKED:  # memory after the last row may contain NaN
             factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
     return p, factor
+
+
+@gluon.jit
+def without_hidden(p, factor, lse_log2):
+    """P and its factor, zero where P is and in rows that saw no key."""
+    seen = (p != 0.0) & (lse_log2 != float("inf"))[None, :]
+    return gl.where(seen, p, 0.0), gl.where(seen, factor, 0.0)
 
 
 @gluon.jit
@@ -524,10 +545,10 @@ def step(
         scale = after_products(scale, i)
     if not cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i, cfg)
-    row = m * cfg.BLOCK_M
+    place = Place(work.b, draws.h, keys.number, work.n0 + ME * CONSUMER_ROWS, m * cfg.BLOCK_M)
     kept = kept_by_dropout(ME, m, draws, work, cfg)
     p, factor = probabilities(
-        s, lse, keys, bits, kept, row, slope, scale, score.softcap, IS_MASKED, cfg
+        s, lse, keys, bits, kept, place, slope, scale, work, score, IS_MASKED, cfg
     )
     p = kept_probabilities(p, dtype, cfg)
     s, lse, sums = end_of_step(
@@ -762,7 +783,8 @@ def store_rows(
 
 # The consumers above 128 columns. A tile has 64 keys. The registers of a consumer hold dV or dK of
 # all of them, but not both. So the value consumer computes S^T = K Q^T, P and dV += P^T dO, and the
-# key consumer dP^T = V dO^T, dS and dK += dS^T Q. P, with softcap times its derivative, goes
+# key consumer dP^T = V dO^T, dS and dK += dS^T Q. P, with softcap or a score function times its
+# derivative, goes
 # through shared memory in the order of the registers, because both consumers hold scores in the
 # same layout. Each consumer multiplies its P^T or dS^T from registers. dS^T is also in shared
 # memory, for dQ = dS K: the key consumer computes its first columns, the value consumer the others.
@@ -924,16 +946,16 @@ def value_step(
         LAST, last_columns(cfg), all_keys, channels, cfg
     )  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
-    row = m * cfg.BLOCK_M
+    place = Place(work.b, draws.h, keys.number, work.n0, m * cfg.BLOCK_M)
     if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):  # before Q and its lse are released
         rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
         clear_slot(VALUES, channels.dout, i, rows, kind_of_rows(cfg), None, cfg)
     kept = kept_by_dropout(0, m, draws, work, cfg)
     p, factor = probabilities(
-        s, lse, keys, bits, kept, row, slope, score.scale, score.softcap, IS_MASKED, cfg
+        s, lse, keys, bits, kept, place, slope, score.scale, work, score, IS_MASKED, cfg
     )
     p = kept_probabilities(p, dtype, cfg)
-    if cfg.HAS_SOFTCAP or cfg.HAS_DROPOUT:
+    if cfg.HAS_SOFTCAP or cfg.SCORE_MOD is not None or cfg.HAS_DROPOUT:
         factor = factor.to(dtype)
     else:
         factor = p

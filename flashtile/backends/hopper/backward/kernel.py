@@ -279,7 +279,10 @@ def backward_kernel(
     )  # fmt: skip
     mask = Mask(left, right, chunk, lists, at.q_runs, at.k_runs)
     dropout = Dropout(pointers.rng_state, first_kept)
-    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout)
+    score = Score(
+        scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout,
+        pointers.captured, pointers.captured_integers,
+    )  # fmt: skip
     q, k = Described(q_desc, q_tail_desc), Described(k_desc, k_tail_desc)
     v, dout = Described(v_desc, v_tail_desc), Described(dout_desc, dout_tail_desc)
     dk, dv = Described(dk_desc, dk_tail_desc), Described(dv_desc, dv_tail_desc)

@@ -4,6 +4,7 @@ fourth one if several programs share a tile of keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ....gpu.launch import Launch
 from ....gpu.launch_cache import allocate_and_run_all, prepared_call
 from ....gpu.memory import NewTensor, Scratch, filled, uninitialised
 from ....gpu.rows import at_boundary, is_aligned
+from ....gpu.score_source import GLUON, GRADIENT, SCORE, function_of, source_of
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ..forward.plan import CONSUMER_ROWS
@@ -113,8 +115,16 @@ def order_of_call(problem: AttentionProblem, operands: Operands) -> Order:
 
 
 def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
-    """The compile-time constants of a call."""
-    return backward_plan(problem, order_of_call(problem, operands).parts > 1)
+    """The compile-time constants of a call, whose kernel calls the score function."""
+    config = backward_plan(problem, order_of_call(problem, operands).parts > 1)
+    options = problem.options
+    if not options.score_mod:
+        return config
+    return replace(
+        config,
+        SCORE_MOD=function_of(source_of(options.score_mod, SCORE, GLUON)),
+        SCORE_GRADIENT=function_of(source_of(options.score_mod_gradient, GRADIENT, GLUON)),
+    )
 
 
 def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:
@@ -418,7 +428,13 @@ def key_launch(
         "delta_desc": plain_descriptor(made.minus_delta, 1),
         **workspace_arguments(made.workspace, config),
         "plain": KeyGradients(*plain),
-        "pointers": Pointers(at_boundary(slopes), None, at_boundary(operands.rng_state)),
+        "pointers": Pointers(
+            at_boundary(slopes),
+            None,
+            at_boundary(operands.rng_state),
+            at_boundary(operands.captured),
+            at_boundary(operands.captured_integers),
+        ),
         "heads": problem.Hk,
         "group": problem.group,
         "swizzle": swizzle,

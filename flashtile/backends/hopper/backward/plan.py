@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import islice, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....dropout import random_bits
 from ....gpu.hardware import Gpu
@@ -48,8 +48,8 @@ TILES = {
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
-# Instead of that of 64 columns, which leaves no registers for the derivative of softcap or for
-# dropout.
+# Instead of that of 64 columns, which leaves no registers for the derivative of softcap, for a
+# score function or for dropout.
 FEWER_QUERIES = BackwardTile(64, 128, 2, 2, False)
 
 # With fewer tiles of a head, too many of the programs of two phases would have no tile.
@@ -89,6 +89,8 @@ class BackwardConfig:
     HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    SCORE_MOD: Any  # the score function and its derivative, which `launch.config_of` writes
+    SCORE_GRADIENT: Any
     HAS_DROPOUT: bool
     DROPOUT_BITS: int  # of a score's random number
     IS_PACKED: bool
@@ -148,6 +150,8 @@ def backward_plan(problem: AttentionProblem, is_parted: bool = False) -> Backwar
         HAS_LISTS=has_lists(problem),
         HAS_SOFTCAP=options.softcap > 0,
         HAS_ALIBI=problem.has_alibi,
+        SCORE_MOD=None,
+        SCORE_GRADIENT=None,
         HAS_DROPOUT=has_dropout,
         DROPOUT_BITS=random_bits(options.dropout_p),
         IS_PACKED=problem.layout != "dense",
@@ -233,7 +237,7 @@ def padded_columns(problem: AttentionProblem) -> int:
 def tile_of(problem: AttentionProblem) -> BackwardTile:
     """The tile for a problem."""
     columns, options = padded_columns(problem), problem.options
-    is_full = options.softcap > 0 or options.dropout_p > 0
+    is_full = options.softcap > 0 or options.dropout_p > 0 or bool(options.score_mod)
     return FEWER_QUERIES if columns == 64 and is_full else TILES[columns]
 
 

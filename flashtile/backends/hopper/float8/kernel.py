@@ -363,7 +363,7 @@ class Float8Math:
         scaled = Score(
             unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr, None
         )
-        return scores_log2(s, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
+        return scores_log2(s, 0, rows.slope, None, scaled, cfg), linear_scale(scaled, cfg)
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):

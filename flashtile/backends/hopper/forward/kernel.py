@@ -93,6 +93,7 @@ from ..shared.softmax import (
     SLACK_LOG2,
     Draws,
     Dropout,
+    Place,
     Score,
     alibi_slope,
     as_left_operand,
@@ -124,6 +125,8 @@ IS_UNROLLED = gl.constexpr(hasattr(gluon, "aggregate"))
 class Rows:
     """The rows of a consumer, and the keys that they see."""
 
+    b: gl.tensor
+    h: gl.tensor
     number: gl.tensor  # (64,) index in the sequence
     start: gl.tensor  # (64,) visible keys [start, stop), counted from the tile's first key
     stop: gl.tensor
@@ -138,8 +141,11 @@ class Rows:
 
     @gluon.constexpr_function
     def __init__(
-        self, number, start, stop, shift, slope, entries, masks, first, first_key, draws, unseen
+        self, b, h, number, start, stop, shift, slope, entries, masks, first, first_key, draws,
+        unseen,
     ):  # fmt: skip
+        self.b = b
+        self.h = h
         self.number = number
         self.start = start
         self.stop = stop
@@ -337,7 +343,8 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     elif kind_of_keys(cfg) == "range":
         unseen = first_seen_key(work.b, work.M, work.N, mask, cfg)
     return Rows(
-        number, start, stop, shift, slope, entries, masks, first, work.first_key, draws, unseen
+        work.b, work.h, number, start, stop, shift, slope, entries, masks, first, work.first_key,
+        draws, unseen,
     )  # fmt: skip
 
 
@@ -405,7 +412,10 @@ def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.co
     distance = 0
     if cfg.HAS_ALIBI:
         distance = distances(rows.number + rows.shift, n0, s, cfg)
-    s = scores_log2(s, distance, rows.slope, score, cfg)
+    place = None
+    if cfg.SCORE_MOD is not None:
+        place = Place(rows.b, rows.h, rows.number, rows.first, rows.first_key + n0)
+    s = scores_log2(s, distance, rows.slope, place, score, cfg)
     if IS_MASKED:
         if cfg.SPANS > 0:
             s = masked_by_intervals(s, own, n0, cfg)
@@ -533,7 +543,7 @@ class Math16:
             pin(row_max)
             o, o_tail = finished_output(o, o_tail, cfg)
             channels.v.release_operand(now.i)
-        pivot = pivot_of(row_max, IS_MASKED)
+        pivot = pivot_of(row_max, IS_MASKED or cfg.SCORE_MOD is not None)
         rescale = gl.exp2(now.row_max - pivot)
         # (64, BLOCK_N)
         p = gl.exp2(s * factor - pivot[:, None])
@@ -874,7 +884,10 @@ def forward_kernel(
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, chunk, blocks, at.q_runs, at.k_runs)
     dropout = Dropout(pointers.rng_state, first_kept, drop_scale)
-    score = Score(scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout)
+    score = Score(
+        scale, softcap, pointers.alibi_slopes, alibi_batch, pointers.sink, dropout,
+        pointers.captured, pointers.captured_integers,
+    )  # fmt: skip
     q, k, v = (
         Described(q_desc, q_tail_desc),
         Described(k_desc, k_tail_desc),

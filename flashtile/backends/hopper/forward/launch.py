@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ....gpu.launch import Launch
 from ....gpu.launch_cache import allocate_and_run_all, prepared_call
 from ....gpu.memory import NewTensor, uninitialised
 from ....gpu.rows import at_boundary, is_aligned
+from ....gpu.score_source import GLUON, SCORE, function_of, source_of
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.block_lists import BlockLists, lists_by_queries
@@ -38,7 +40,7 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
     """(out, lse) of a 16-bit problem, written to the tensors `into` if given: by the kernel, or
     copied where it cannot write to them.
     """
-    config = plan(problem)
+    config = config_of(problem)
     in_place = into is not None and is_aligned(into[0]) and into[1].is_contiguous()
     has_lists = config.HAS_BLOCK_MASK or config.SPANS > 0
     can_write = config.IS_RAGGED or not has_lists
@@ -105,6 +107,16 @@ def run_forward(
     return into or (made[0], made[1])
 
 
+def config_of(problem: AttentionProblem) -> KernelConfig:
+    """The plan of a call; its kernel calls the score function."""
+    config = plan(problem)
+    if not problem.options.score_mod:
+        return config
+    return replace(
+        config, SCORE_MOD=function_of(source_of(problem.options.score_mod, SCORE, GLUON))
+    )
+
+
 PASS = "hopper forward"
 OPERANDS = len(Operands._fields)
 
@@ -150,7 +162,11 @@ def forward_launch(
         **descriptors(q, k, v, None if config.IS_PARTIAL else readable(out), config),
         **common_arguments(problem, config, operands, out, lse, counter, tiles),
         "pointers": Pointers(
-            at_boundary(slopes), at_boundary(operands.sink), at_boundary(operands.rng_state)
+            at_boundary(slopes),
+            at_boundary(operands.sink),
+            at_boundary(operands.rng_state),
+            at_boundary(operands.captured),
+            at_boundary(operands.captured_integers),
         ),
         "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 
 from ....dropout import random_bits
+from ....gpu.score_source import DIFFERENCE, Writer
 from ....lru import memoised
-from ....problem import AttentionProblem
+from ....problem import AttentionProblem, captured_needs_grad
+from ....score_mod.program import VALUES, parsed
 from ...reasons import (
     distance_reasons,
     dotted,
@@ -40,6 +43,9 @@ MOST_SPANS = 2
 
 # With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
+
+# Of a number in a score function: see `may_be_large`.
+LARGE_NUMBER = 2.0**16
 
 CONSUMER_ROWS = 64
 
@@ -211,13 +217,13 @@ def _is_plain_causal(problem: AttentionProblem) -> bool:
     """Whether the causal mask is all that changes scores, and all sequences are as long as the
     tensors.
 
-    Softcap and ALiBi need more registers than the tile of long problems leaves. A sequence
-    that ends inside a block needs its last block first, where it is cleared.
+    Softcap, ALiBi and score functions need more registers than the tile of long problems leaves. A
+    sequence that ends inside a block needs its last block first, where it is cleared.
     """
     options = problem.options
     causal = options.window_right == 0 and options.window_left is None
     whole = problem.layout == "dense" and not problem.has_lengths
-    linear = options.softcap == 0 and not problem.has_alibi
+    linear = options.softcap == 0 and not problem.has_alibi and not options.score_mod
     return causal and options.attention_chunk == 0 and whole and linear
 
 
@@ -254,6 +260,7 @@ class KernelConfig:
     HAS_LISTS: bool  # tiles visit the blocks of lists: those of a block mask, or of spans
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
+    SCORE_MOD: Any  # the score function, which `launch.config_of` writes
     HAS_DROPOUT: bool
     DROPOUT_BITS: int  # of a score's random number
     IS_PACKED: bool
@@ -273,7 +280,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += _part_reasons(problem)
     reasons += _dropout_reasons(problem)
     reasons += _span_reasons(problem)
-    reasons += score_mod_reasons(problem)
+    reasons += _score_mod_reasons(problem)
     reasons += distance_reasons(problem)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
@@ -338,6 +345,44 @@ def _dropout_reasons(problem: AttentionProblem) -> list[str]:
     return []
 
 
+def _score_mod_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the kernels cannot call a score function or its derivative."""
+    options, reasons = problem.options, score_mod_reasons(problem)
+    if not options.score_mod:
+        return []
+    if captured_needs_grad(options):
+        reasons.append("gradients of what a score_mod captures (not on this backend)")
+    if options.dropout_p > 0:
+        reasons.append("dropout with a score_mod (not on this backend)")
+    if problem.runs or problem.has_sequences or problem.is_partial or options.first_head:
+        reasons.append("a score_mod on parts of sequences (on this backend: whole sequences)")
+    if may_be_large(options.score_mod):
+        reasons.append("a score_mod that may add huge numbers, as masks do (not on this backend)")
+    return reasons
+
+
+@memoised(256)
+def may_be_large(program: str) -> bool:
+    """Whether a score function may make all scores of a row huge, but finite: it has a large
+    number, or reads one for each query or key, as a mask of numbers does.
+
+    The kernels have exponents of 2, and the log-sum-exp, in float32. Both lose the differences of
+    scores that are so large, which Triton's kernels keep.
+    """
+    lines = parsed(program).lines
+    facts = Writer(parsed(program)).facts
+    if any(line.op == VALUES and not facts.axes(line.name) <= {DIFFERENCE} for line in lines):
+        return True
+    numbers = (
+        x
+        for line in lines
+        if line.dtype.is_floating_point and line.op != VALUES
+        for x in line.arguments
+        if isinstance(x, (int, float))
+    )
+    return any(LARGE_NUMBER <= abs(x) < inf for x in numbers)
+
+
 def _block_mask_reasons(problem: AttentionProblem) -> list[str]:
     """Why the kernel cannot loop over the lists of a block mask."""
     if problem.block_tile is None:
@@ -400,7 +445,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         IS_Q_REUSED=tile.q in ("once", "held"),
         HAS_PING_PONG=tile.ping_pong,
         WAITS=tile.waits,
-        IS_LINEAR=not has_softcap and not problem.has_alibi and options.softmax_scale > 0,
+        IS_LINEAR=not (has_softcap or problem.has_alibi or options.score_mod)
+        and options.softmax_scale > 0,
         HAS_LEFT=options.window_left is not None,
         HAS_RIGHT=options.window_right is not None,
         HAS_CHUNK=options.attention_chunk > 0,
@@ -410,6 +456,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_LISTS=problem.block_tile is not None or lists_spans(problem),
         HAS_SOFTCAP=has_softcap,
         HAS_ALIBI=problem.has_alibi,
+        SCORE_MOD=None,
         HAS_DROPOUT=options.dropout_p > 0,
         DROPOUT_BITS=random_bits(options.dropout_p),
         IS_PACKED=packed,

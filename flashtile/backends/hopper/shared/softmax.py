@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from ....gpu.dropout import BLOCK_KEYS, LOWER_BITS, dropout_key, random_words
 from ....gpu.intrinsics import tanh
+from ....gpu.score_source import Corners
 from .pipeline import (
     aggregate,
     empty_accumulator,
@@ -39,6 +40,9 @@ class Pointers(NamedTuple):
     alibi_slopes: Tensor | None
     sink: Tensor | None
     rng_state: Tensor | None  # with dropout
+    # What a score function captures: (n,) float32 or float64, and (n,) int64.
+    captured: Tensor | None = None
+    captured_integers: Tensor | None = None
 
 
 class Score(NamedTuple):
@@ -52,29 +56,46 @@ class Score(NamedTuple):
     alibi_batch: Any
     sink_ptr: Any
     dropout: Any  # `dropout.Dropout`, or None
+    captured: Any = None  # as in `Pointers`
+    captured_integers: Any = None
 
 
 @gluon.jit
-def scores_log2(s, distance, slope, score, cfg: gl.constexpr):
-    """Scores in base 2 from q k^T, up to the factor `linear_scale`: scale, then softcap, then
-    ALiBi. `distance`: row position minus key.
+def scores_log2(s, distance, slope, place, score, cfg: gl.constexpr):
+    """Scores in base 2 from q k^T, up to the factor `linear_scale`: scale, then softcap, then a
+    score function, then ALiBi. `distance`: row position minus key; `place`: `Place`.
     """
     if cfg.HAS_SOFTCAP:
         s = tanh(s * (score.scale / score.softcap))
+    if cfg.SCORE_MOD is not None:
+        s = modified(s * last_scale(score, cfg), place, score, False, cfg)
     if cfg.HAS_ALIBI:
-        s = s * last_scale(score, cfg) - slope * gl.abs(distance).to(gl.float32)
-    elif not (cfg.HAS_SOFTCAP or cfg.IS_LINEAR):  # the scale may be negative
-        s = s * last_scale(score, cfg)
+        s = s * last_factor(score, cfg) - slope * gl.abs(distance).to(gl.float32)
+    elif not leaves_factor(cfg):  # the scale may be negative
+        s = s * last_factor(score, cfg)
     return s
+
+
+@gluon.constexpr_function
+def leaves_factor(cfg):
+    """Whether `scores_log2` leaves its last factor, which is positive, to the exponential."""
+    is_positive = cfg.HAS_SOFTCAP or cfg.IS_LINEAR or cfg.SCORE_MOD is not None
+    return is_positive and not cfg.HAS_ALIBI
 
 
 @gluon.jit
 def last_scale(score, cfg: gl.constexpr):
-    """The factor of a score's product, or of its tanh, in base 2."""
-    if cfg.HAS_SOFTCAP:
-        factor = score.softcap * LOG2E
+    """The factor of a score's product, or of its tanh."""
+    return score.softcap if cfg.HAS_SOFTCAP else score.scale
+
+
+@gluon.jit
+def last_factor(score, cfg: gl.constexpr):
+    """The last factor of a score in base 2, before ALiBi."""
+    if cfg.SCORE_MOD is not None:
+        factor = LOG2E
     else:
-        factor = score.scale * LOG2E
+        factor = last_scale(score, cfg) * LOG2E
     return factor
 
 
@@ -82,9 +103,70 @@ def last_scale(score, cfg: gl.constexpr):
 def linear_scale(score, cfg: gl.constexpr):
     """The positive factor that `scores_log2` leaves to the exponential, where it costs nothing."""
     factor = 1.0
-    if not cfg.HAS_ALIBI and (cfg.HAS_SOFTCAP or cfg.IS_LINEAR):
-        factor = last_scale(score, cfg)
+    if leaves_factor(cfg):
+        factor = last_factor(score, cfg)
     return factor
+
+
+# Score functions, printed by `gpu/score_source.py`. They compute on scores by eights, so that the
+# indices of columns need hardly any registers: see `eights`.
+
+
+class Place(NamedTuple):
+    """Where a block of scores is in the call."""
+
+    b: Any
+    h: Any
+    rows: Any  # (64,) numbers of its rows, from `first_row`
+    first_row: Any
+    first_column: Any
+
+
+@gluon.jit
+def indices_of(place, by_eights, ARE_ROWS_KEYS: gl.constexpr):
+    """(i, j, j - i) of scores by eights, (64, columns / 8, 8), and their corners; rows are queries
+    and columns keys, or the other way round.
+    """
+    LAYOUT: gl.constexpr = by_eights.type.layout
+    COUNT: gl.constexpr = by_eights.shape[1]
+    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+    eight = 8 * gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    row = gl.convert_layout(place.rows, OF_ROWS)[:, None, None]
+    first = place.first_column + gl.arange(0, 8, layout=OF_COLUMNS)
+    column = first[None, None, :] + eight[None, :, None]
+    ahead = eight[None, :, None] - bounds(place.rows - place.first_column, LAYOUT)
+    last_row, last_column = place.first_row + 63, place.first_column + 8 * COUNT - 1
+    if ARE_ROWS_KEYS:
+        corners = Corners(place.first_column, last_column, place.first_row, last_row)
+        found = column, row, -ahead, corners
+    else:
+        corners = Corners(place.first_row, last_row, place.first_column, last_column)
+        found = row, column, ahead, corners
+    return found
+
+
+@gluon.jit
+def modified(s, place, score, ARE_ROWS_KEYS: gl.constexpr, cfg: gl.constexpr):
+    """The score function of scaled products."""
+    by_eights = s.reshape([64, s.shape[1] // 8, 8])
+    i, j, d, corners = indices_of(place, by_eights, ARE_ROWS_KEYS)
+    x = cfg.SCORE_MOD(
+        by_eights, place.b, place.h, i, j, d, corners, score.captured, score.captured_integers
+    )
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def modified_gradient(s, g, place, score, cfg: gl.constexpr):
+    """`g` times the derivative of `modified`; rows are keys."""
+    by_eights = s.reshape([64, s.shape[1] // 8, 8])
+    i, j, d, corners = indices_of(place, by_eights, True)
+    x = cfg.SCORE_GRADIENT(
+        by_eights, place.b, place.h, i, j, d, corners, g.reshape(by_eights.shape), score.captured,
+        score.captured_integers,
+    )  # fmt: skip
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -1,0 +1,133 @@
+"""Score functions in the emulated Hopper kernels, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from configurations import one_kind_each
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.call.layouts import Dense, Layout, Packed
+from flashtile.call.prepare import describe, read
+from flashtile.masks import Spans
+from flashtile.problem import Operands, Options
+from flashtile.score_mod import derivative
+from flashtile.testing import alibi_slopes, generator, normal
+
+from . import test_backward_emulated as backward
+from . import test_forward_emulated as forward
+from .inputs import dense_inputs, packed_inputs, random_mask
+
+SLOPES = alibi_slopes(generator(0), 4)
+TABLE = normal(generator(1), 4, 81)
+DOCUMENTS = torch.arange(600) // 70
+SCALES = normal(generator(2), 4, 4)
+# Of every 3 functions in order, one has a block that it hides, a branch for tiles, and neither.
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "causal": lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf),
+    "table": lambda s, b, h, i, j: s + TABLE[h, (j - i).clamp(-40, 40) + 40],
+    "softcap": lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0),
+    "documents": lambda s, b, h, i, j: torch.where(DOCUMENTS[i] == DOCUMENTS[j], s, -torch.inf),
+    "whole table": lambda s, b, h, i, j: s + TABLE[h, (j - i).abs() // 8],
+    "alibi": lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs(),
+    # NaN where a mask hides scores.
+    "undefined ahead": lambda s, b, h, i, j: s + torch.log((i - j + 61).to(s.dtype)),
+    "batch and head": lambda s, b, h, i, j: s * SCALES[b, h] + 0.01 * (j - 2 * i),
+    # The slope is infinite, and its product NaN, where s is 0, as in rows after the last query.
+    "infinite slope": lambda s, b, h, i, j: (s + 0 * j).abs().sqrt() * s.sign(),
+}
+MASKED: dict[str, dict[str, Any]] = {"undefined ahead": {"causal": True}}
+
+
+def described(
+    tensors: list[Tensor], layout: Layout, given: dict[str, Any]
+) -> tuple[Operands, Options]:
+    """The call, with the derivative of its score function."""
+    operands, options = describe(*read(tuple(tensors), layout, given))
+    gradient = derivative(options.score_mod, torch.float32, of_captured=False)
+    return operands, options._replace(score_mod_gradient=gradient)
+
+
+def check(
+    passes: Any, tensors: list[Tensor], layout: Layout, given: dict[str, Any], seed: int,
+    **how: Any,
+) -> None:  # fmt: skip
+    packed = layout if isinstance(layout, Packed) else None
+    with pytest.MonkeyPatch.context() as patch:
+        if passes is forward:
+            forward.say_more(patch)
+        passes.check(*described(tensors, layout, given), given, packed, seed, **how)
+
+
+@pytest.mark.parametrize("passes", [forward, backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(("name", "head_dim"), one_kind_each(FUNCTIONS, [64, 128, 96, 192]))
+def test_functions(name: str, head_dim: int, passes: Any) -> None:
+    tensors = dense_inputs(1, "contiguous", {"B": 2, "M": 150, "N": 200, "Hq": 2, "D": head_dim})
+    check(passes, tensors, Dense(), {"score_mod": FUNCTIONS[name]} | MASKED.get(name, {}), 1)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (50, 20)},
+    "softcap": {"softcap": 3.0, "window_size": (70, 0)},
+    "alibi": {"alibi_slopes": alibi_slopes(generator(3), 2)},
+    "sink": {"sink": normal(generator(0), 2), "causal": True},
+    "negative scale": {"softmax_scale": -0.1, "attention_chunk": 64},
+    "block_mask": {"block_mask": random_mask((1, 1, 270, 330), (128, 128), 3)},
+    "spans": {"mask": Spans.documents_of_lengths(torch.tensor([[130, 1, 139]]), 270)},
+}
+
+
+@pytest.mark.parametrize("passes", [forward, backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("option", "case"),
+    one_kind_each(OPTIONS, [(64, "whole table"), (128, "infinite slope"), (80, "causal")]),
+    ids=str,
+)
+def test_with_options(option: str, case: tuple[int, str], passes: Any) -> None:
+    head_dim, name = case
+    N = 270 if option == "spans" else 330
+    tensors = dense_inputs(2, "contiguous", {"M": 270, "N": N, "D": head_dim})
+    given = {"score_mod": FUNCTIONS[name], **OPTIONS[option]}
+    check(passes, tensors, Dense(), given, 2)
+
+
+@pytest.mark.parametrize("passes", [forward, backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(("name", "head_dim"), [("table", 64), ("undefined ahead", 128)])
+def test_packed(name: str, head_dim: int, passes: Any) -> None:
+    tensors, layout, counts = packed_inputs(4, head_dim, [70, 0, 1, 129], [130, 40, 0, 165], {})
+    given = {"score_mod": FUNCTIONS[name], **MASKED.get(name, {}), **counts}
+    check(passes, tensors, layout, given, 4)
+
+
+@pytest.mark.parametrize(("head_dim", "more"), [(64, {"parts": 2}), (128, {"parts": 3})])
+def test_parts_of_tiles(head_dim: int, more: dict[str, Any]) -> None:
+    sizes = {"B": 2, "Hq": 3, "Hk": 1, "M": 190, "N": 230, "D": head_dim}
+    tensors = dense_inputs(3, "contiguous", sizes)
+    check(backward, tensors, Dense(), {"score_mod": FUNCTIONS["alibi"], "causal": True}, 3, **more)
+
+
+def test_deterministic() -> None:
+    tensors = dense_inputs(3, "contiguous", {"M": 260, "N": 500, "D": 128})
+    given = {"score_mod": FUNCTIONS["batch and head"], "deterministic": True}
+    check(backward, tensors, Dense(), given, 3)
+
+
+def test_a_batch_with_lengths() -> None:
+    tensors = dense_inputs(6, "contiguous", {"B": 2, "M": 210, "N": 290, "D": 64})
+    lengths = torch.tensor([290, 40], dtype=torch.int32)
+    check(forward, tensors, Dense(), {"score_mod": FUNCTIONS["table"], "seqused_k": lengths}, 6)
+
+
+def test_rows_that_the_function_hides() -> None:
+    """They are empty, in the first blocks that their tile visits or in all of them."""
+    tensors = dense_inputs(7, "contiguous", {"M": 200, "N": 400, "D": 64})
+    seen = torch.arange(200) % 3 * 200  # rows see no key, the first half, or all
+    hidden = {"score_mod": lambda s, b, h, i, j: torch.where(j < seen[i], s, -torch.inf)}
+    for passes in (forward, backward):
+        check(passes, tensors, Dense(), hidden, 7)
