@@ -22,17 +22,23 @@ def compiles_to_ptx(_semantic: Any = None) -> Any:
 
 
 @triton.constexpr_function
-def _guarded_load(bits: int) -> str:
-    """The assembly that loads a number where the third operand is not zero, else 0."""
+def _load(bits: int, is_guarded: bool) -> str:
+    """The assembly that loads a number; if it is guarded, where the third operand is not zero, and
+    0 elsewhere.
+    """
     result, widen = ("x", "cvt.u32.u16 $0, x;") if bits == 16 else ("$0", "")
+    guard = f"setp.ne.u32 inside, $2, 0; mov.b{bits} {result}, 0; @inside" if is_guarded else ""
     return f"""{{
         .reg .pred inside;
         .reg .b16 x;
-        setp.ne.u32 inside, $2, 0;
-        mov.b{bits} {result}, 0;
-        @inside ld.global.nc.b{bits} {result}, [$1];
+        {guard} ld.global.nc.b{bits} {result}, [$1];
         {widen}
         }}"""
+
+
+@triton.constexpr_function
+def _constraints(bits: int, is_guarded: bool) -> str:
+    return ("=l,l" if bits == 64 else "=r,l") + (",r" if is_guarded else "")
 
 
 @triton.jit
@@ -42,30 +48,33 @@ def load_each(pointers, inside=None):
 
     Each thread loads the numbers of its own scores. Triton's own loads order the threads by
     address, and exchange the numbers through shared memory afterwards: with a barrier for every
-    few numbers, or with room for several tiles.
+    few numbers, or with room for several tiles. The compiler loads equal addresses once.
     """
-    dtype: tl.constexpr = pointers.dtype.element_ty
-    BITS: tl.constexpr = dtype.primitive_bitwidth
-    if inside is None:
-        inside = tl.full(pointers.shape, 1, tl.int1)
-    if IS_INTERPRETED:
-        x = tl.load(pointers, mask=inside, other=0)
-    elif compiles_to_ptx():
-        pointers, inside = tl.broadcast(pointers, inside)
-        operands = [pointers, inside.to(tl.int32)]
+    IS_GUARDED: tl.constexpr = inside is not None
+    if not IS_INTERPRETED and compiles_to_ptx():
+        dtype: tl.constexpr = pointers.dtype.element_ty
+        BITS: tl.constexpr = dtype.primitive_bitwidth
+        operands = (pointers,)
+        if IS_GUARDED:
+            pointers, inside = tl.broadcast(pointers, inside)
+            operands = pointers, inside.to(tl.int32)
+        ASSEMBLY: tl.constexpr = _load(BITS, IS_GUARDED)
+        CONSTRAINTS: tl.constexpr = _constraints(BITS, IS_GUARDED)
         if BITS == 64:
             x = tl.inline_asm_elementwise(
-                _guarded_load(64), "=l,l,r", operands, dtype=tl.int64, is_pure=True, pack=1
+                ASSEMBLY, CONSTRAINTS, operands, dtype=tl.int64, is_pure=True, pack=1
             )
         else:
             x = tl.inline_asm_elementwise(
-                _guarded_load(BITS), "=r,l,r", operands, dtype=tl.int32, is_pure=True, pack=1
+                ASSEMBLY, CONSTRAINTS, operands, dtype=tl.int32, is_pure=True, pack=1
             )
             if BITS == 16:
                 x = x.to(tl.int16)
         x = x.to(dtype, bitcast=True)
-    else:
+    elif IS_GUARDED:
         x = tl.load(pointers, mask=inside, other=0)
+    else:
+        x = tl.load(pointers)
     return x
 
 

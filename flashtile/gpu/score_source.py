@@ -152,8 +152,7 @@ class Language(NamedTuple):
 
     imports: str
     spread: str  # a number x for every score of the tile s
-    reads_each: bool  # loads of a number for each score need `load_each`
-    inputs: tuple[str, ...]  # further ones
+    has_distance: bool  # functions get more indices: `_DISTANCE`
 
 
 # The package may have been loaded under another name.
@@ -165,20 +164,18 @@ from triton import jit
 {_INTRINSICS} load_each, tanh
 """,
     "tl.broadcast_to({x}, s.shape)",
-    reads_each=True,
-    inputs=(),
+    has_distance=False,
 )
-# In Gluon a thread always loads the numbers of its own scores, and a tensor has a layout. Kernels
-# pass d = j - i, which they can compute in fewer instructions.
+# In Gluon a tensor has a layout. Kernels compute j - i in fewer instructions, and in float32 too,
+# because to convert a number takes as long as an exponential.
 GLUON = Language(
     f"""from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as tl
 
-{_INTRINSICS} tanh
+{_INTRINSICS} load_each, tanh
 """,
     "tl.full(s.shape, {x}, {x}.dtype, s.type.layout)",
-    reads_each=False,
-    inputs=("d",),
+    has_distance=True,
 )
 _HELPERS = """
 @jit
@@ -213,6 +210,8 @@ _TYPES = {
 # What a function is for: the score, or its gradient.
 SCORE, GRADIENT = KINDS = "score", "gradient"
 _INPUTS = {SCORE: (), GRADIENT: ("g",)}
+# i and j less the same number, d = j - i, and this in float32.
+_DISTANCE = ("i0", "j0", "d", "distance")
 
 
 class Corners(NamedTuple):
@@ -299,7 +298,8 @@ def source_of(text: str, kind: str, language: Language = TRITON) -> str:
         Untranslatable: the kernels do not have an operation.
     """
     writer = Writer(parsed(text), language)
-    inputs = ("s", *INDICES, *language.inputs, "corners", *_INPUTS[kind])
+    distance = _DISTANCE if language.has_distance else ()
+    inputs = ("s", *INDICES, *distance, "corners", *_INPUTS[kind])
     statements = [*writer.statements(), f"return {writer.result()}"]
     return module_of(statements, (*inputs, "values_ptr", "integers_ptr"), language)
 
@@ -344,6 +344,10 @@ class Writer:
         self._dtypes |= {Name(x): torch.int32 for x in INDICES}
         self._lines = [self._narrowed(line) for line in program.lines]
         self.facts = Facts(self._lines)
+        self._distances: dict[Any, str] = {}  # in float32: lines with j - i, i - j or their size
+        if language.has_distance:
+            for line in self._lines:
+                self._learn_distance(line)
 
     def statements(self, needed: Container[Name] | None = None) -> list[str]:
         """One statement for each line, or each of `needed`; more for those that read captured
@@ -382,12 +386,23 @@ class Writer:
         self._dtypes[line.name] = line.dtype
         return line
 
+    def _learn_distance(self, line: Line) -> None:
+        name, arguments = line.op.partition(".")[0], line.arguments
+        if line.dtype != torch.int32 or _factor(line):
+            return
+        if name == "sub" and arguments in (("j", "i"), ("i", "j")):
+            self._distances[line.name] = "distance" if arguments == ("j", "i") else "-distance"
+        elif name == "abs" and arguments[0] in self._distances:
+            self._distances[line.name] = "tl.abs(distance)"
+
     def _as(self, x: Any, dtype: torch.dtype) -> str:
         """An argument in a dtype."""
         if isinstance(x, Name) and x in self._constants:
             x = self._constants[x]
         if not isinstance(x, Name):
             return _literal(x, dtype)
+        if dtype == torch.float32 and x in self._distances:
+            return self._distances[x]
         return x if self._dtypes[x] == dtype else f"{x}.to({_TYPES[dtype]})"
 
     def _expression(self, line: Line) -> str:
@@ -402,6 +417,8 @@ class Writer:
         if name in _ARITHMETIC:
             return self._in(line, _ARITHMETIC[name])
         if name in _COMPARISONS:
+            if self._language.has_distance and line.arguments in (("j", "i"), ("i", "j")):
+                return _COMPARISONS[name].format(*(f"{x}0" for x in line.arguments))
             promoted = self._promoted(line)
             return _COMPARISONS[name].format(*(self._as(x, promoted) for x in line.arguments))
         if name in _LOGIC:
@@ -447,10 +464,8 @@ class Writer:
         return self._in(line, f"{{0}} + {_factor(line)}{{1}}")
 
     def _sub_(self, line: Line) -> str:
-        if self._language.inputs and line.dtype == torch.int32 and not _factor(line):
-            known = {("j", "i"): "d", ("i", "j"): "-d"}.get(line.arguments)
-            if known is not None:
-                return known
+        if line.name in self._distances:
+            return "d" if line.arguments == ("j", "i") else "-d"
         return self._in(line, f"{{0}} - {_factor(line)}{{1}}")
 
     def _rsub_(self, line: Line) -> str:
@@ -577,7 +592,7 @@ class Writer:
     ) -> str:
         """The statement that loads captured numbers, with `load_each` or as Triton does."""
         pointers, mask = f"{line.op}_ptr + {self._address(line, names)}", " & ".join(inside)
-        if is_each and self._language.reads_each:
+        if is_each:
             read = f"load_each({pointers}, {mask or None})"
         else:
             read = f"tl.load({pointers}{f', mask={mask}, other=0' if mask else ''})"

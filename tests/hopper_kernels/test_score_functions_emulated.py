@@ -19,9 +19,10 @@ from flashtile.problem import Operands, Options
 from flashtile.score_mod import derivative
 from flashtile.testing import alibi_slopes, generator, normal
 
+from . import emulator
 from . import test_backward_emulated as backward
 from . import test_forward_emulated as forward
-from .inputs import dense_inputs, packed_inputs, random_mask
+from .inputs import OF_LISTS, dense_inputs, packed_inputs, random_mask
 
 SLOPES = alibi_slopes(generator(0), 4)
 TABLE = normal(generator(1), 4, 81)
@@ -59,6 +60,8 @@ def check(
 ) -> None:  # fmt: skip
     packed = layout if isinstance(layout, Packed) else None
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in OF_LISTS.items():
+            patch.setitem(emulator.LANGUAGE, name, value)
         if passes is forward:
             forward.say_more(patch)
         passes.check(*described(tensors, layout, given), given, packed, seed, **how)

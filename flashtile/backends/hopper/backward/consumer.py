@@ -74,6 +74,7 @@ from .schedule import (
     entry_size,
     first_block_of,
     first_seeing_row,
+    has_masked_end,
     kept_keys,
     kept_rows,
     key_work,
@@ -90,6 +91,12 @@ from .schedule import (
 def products_along(cfg):
     """Number of products that cover all columns of K, each over a power of two of columns."""
     return 1 if cfg.TAIL_D == 0 else 2
+
+
+@gluon.constexpr_function
+def ends_masked(cfg):
+    """Whether the last blocks of queries that see a tile may need a mask."""
+    return cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.HAS_LISTS or has_masked_end(cfg)
 
 
 # Parts of tiles
@@ -219,7 +226,7 @@ def issue_dq(PART: gl.constexpr, k, i, tiles, cfg: gl.constexpr):
 
 @gluon.jit
 def probabilities(
-    s, lse_log2, keys, bits, kept, place, slope, scale, work, score, IS_MASKED: gl.constexpr,
+    s, lse_log2, keys, bits, kept, place, slope, scale, score, IS_MASKED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """P of a block, and the factor of dP - delta in dS: P times the derivatives of softcap and of
@@ -257,7 +264,7 @@ def probabilities(
     factor = p
     if cfg.SCORE_MOD is not None:
         factor = modified_gradient(capped, p, place, score, cfg)
-        if IS_MASKED or m0 + cfg.BLOCK_M > work.M:  # the function may give NaN there
+        if IS_MASKED or cfg.HAS_LISTS:  # the function may give NaN; in lists past the end, too
             p, factor = without_hidden(p, factor, lse_log2)
     if cfg.HAS_SOFTCAP:
         factor = factor * (1.0 - t * t)
@@ -339,7 +346,7 @@ def masked_rows(x, hidden, start, stop, cfg: gl.constexpr):
     LAYOUT: gl.constexpr = by_eights.type.layout
     eight = eights(COLUMNS, LAYOUT)
     visible = eight >= bounds(start, LAYOUT)
-    if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED:
+    if cfg.HAS_LEFT or cfg.HAS_CHUNK or has_masked_end(cfg):
         visible = visible & (eight < bounds(stop, LAYOUT))
     by_eights = gl.where(visible, by_eights, hidden)
     return gl.convert_layout(by_eights.reshape(x.shape), x.type.layout, assert_trivial=True)
@@ -473,7 +480,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     # The first slot has the dS of no step, and the dQ that is computed from it is not added.
     arrive_alone(channels.ds.full.index(0))
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
-    HAS_MASKED_END: gl.constexpr = cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_LISTS
+    HAS_MASKED_END: gl.constexpr = ends_masked(cfg)
     i = 0
     added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
@@ -545,11 +552,9 @@ def step(
         scale = after_products(scale, i)
     if not cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i, cfg)
-    place = Place(work.b, draws.h, keys.number, work.n0 + ME * CONSUMER_ROWS, m * cfg.BLOCK_M)
+    place = Place(work.b, draws.h, work.n0 + ME * CONSUMER_ROWS, m * cfg.BLOCK_M)
     kept = kept_by_dropout(ME, m, draws, work, cfg)
-    p, factor = probabilities(
-        s, lse, keys, bits, kept, place, slope, scale, work, score, IS_MASKED, cfg
-    )
+    p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, IS_MASKED, cfg)
     p = kept_probabilities(p, dtype, cfg)
     s, lse, sums = end_of_step(
         ME, p, factor, dp, lse, sums, added, i, total, k, all_keys, outputs, channels, cfg
@@ -894,7 +899,7 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
         keys = keys_of(0, listed, work, mask, opaque_zero(g), cfg)
         begin, full_begin, full_end, end = own_blocks(g, listed, work, cfg)
         m = end - 1
-        if cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.IS_PACKED or cfg.HAS_LISTS:
+        if ends_masked(cfg):
             for _ in range(full_end, end):
                 s, dv, tail, added = value_step(
                     s, dv, tail, added, i, total, m, base, slope, draws, keys, k, outputs, channels,
@@ -946,13 +951,13 @@ def value_step(
         LAST, last_columns(cfg), all_keys, channels, cfg
     )  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
-    place = Place(work.b, draws.h, keys.number, work.n0, m * cfg.BLOCK_M)
+    place = Place(work.b, draws.h, work.n0, m * cfg.BLOCK_M)
     if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):  # before Q and its lse are released
         rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
         clear_slot(VALUES, channels.dout, i, rows, kind_of_rows(cfg), None, cfg)
     kept = kept_by_dropout(0, m, draws, work, cfg)
     p, factor = probabilities(
-        s, lse, keys, bits, kept, place, slope, score.scale, work, score, IS_MASKED, cfg
+        s, lse, keys, bits, kept, place, slope, score.scale, score, IS_MASKED, cfg
     )
     p = kept_probabilities(p, dtype, cfg)
     if cfg.HAS_SOFTCAP or cfg.SCORE_MOD is not None or cfg.HAS_DROPOUT:

@@ -442,13 +442,20 @@ def kept_rows(m, dead, lse, work, cfg: gl.constexpr):
     return Kept(dead - m * cfg.BLOCK_M, stop, lse)
 
 
+@gluon.constexpr_function
+def has_masked_end(cfg):
+    """Whether rows past the end are masked. In packed tensors, they belong to another sequence;
+    those of a dense tensor are zero and have P = 0 (their log-sum-exp is +inf), unless a score
+    function gives NaN there.
+    """
+    return cfg.IS_PACKED or cfg.SCORE_MOD is not None
+
+
 @gluon.jit
 def rows_to_mask(M, cfg: gl.constexpr):
-    """The number of rows after which rows are masked. Rows past the end of a dense tensor are zero
-    and have P = 0 (their log-sum-exp is +inf); in packed tensors, they belong to another sequence.
-    """
+    """The number of rows after which rows are masked."""
     rows = gl.cdiv(M, cfg.BLOCK_M) * cfg.BLOCK_M
-    if cfg.IS_PACKED:
+    if has_masked_end(cfg):
         rows = M
     return rows
 

@@ -414,7 +414,7 @@ def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.co
         distance = distances(rows.number + rows.shift, n0, s, cfg)
     place = None
     if cfg.SCORE_MOD is not None:
-        place = Place(rows.b, rows.h, rows.number, rows.first, rows.first_key + n0)
+        place = Place(rows.b, rows.h, rows.first, rows.first_key + n0)
     s = scores_log2(s, distance, rows.slope, place, score, cfg)
     if IS_MASKED:
         if cfg.SPANS > 0:

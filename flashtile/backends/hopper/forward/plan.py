@@ -17,7 +17,7 @@ from ....dropout import random_bits
 from ....gpu.score_source import DIFFERENCE, Writer
 from ....lru import memoised
 from ....problem import AttentionProblem, captured_needs_grad
-from ....score_mod.program import VALUES, parsed
+from ....score_mod.program import INTEGERS, VALUES, parsed
 from ...reasons import (
     distance_reasons,
     dotted,
@@ -43,6 +43,8 @@ MOST_SPANS = 2
 
 # With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
+
+READS = VALUES, INTEGERS
 
 # Of a number in a score function: see `may_be_large`.
 LARGE_NUMBER = 2.0**16
@@ -160,6 +162,17 @@ LEAST_SAVING = 0.03
 BLOCK_MASK_TILES = SHORT_CAUSAL_TILES | dict.fromkeys([(144, 144), (160, 160), (192, 128)], UNLIKE)
 
 
+@memoised(256)
+def reads_each(program: str) -> bool:
+    """Whether a score function reads a number for each score, query or key of a tile, for whose
+    addresses three consumers lack the registers.
+    """
+    if not program:
+        return False
+    facts = Writer(parsed(program)).facts
+    return any(facts.axes(line.name) for line in parsed(program).lines if line.op in READS)
+
+
 def has_tile(problem: AttentionProblem) -> bool:
     """Whether there are tiles for the problem's head dims."""
     return max(problem.D, problem.Dv) <= MAX_HEAD_DIM
@@ -173,6 +186,8 @@ def tile_of(problem: AttentionProblem) -> Tile:
         of_mask = BLOCK_MASK_TILES
     elif problem.options.dropout_p > 0:
         of_mask = DROPOUT_TILES
+    elif reads_each(problem.options.score_mod):
+        of_mask = SHORT_CAUSAL_TILES
     elif problem.spans > 0:
         # Three consumers lack the registers for two intervals.
         fits_long = problem.spans == 1 and problem.N > SHORT_CAUSAL

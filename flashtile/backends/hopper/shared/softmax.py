@@ -108,8 +108,12 @@ def linear_scale(score, cfg: gl.constexpr):
     return factor
 
 
-# Score functions, printed by `gpu/score_source.py`. They compute on scores by eights, so that the
-# indices of columns need hardly any registers: see `eights`.
+# Score functions, printed by `gpu/score_source.py`. They compute on scores as (4 warps, 2 rows of a
+# thread, 8 rows of a warp, columns / 8, 8 columns).
+#
+# The two rows of a thread are 8 apart, as are neighbouring eights. So j - i is one number for each
+# column of an eight, plus a multiple of 8, which is a constant in each register. Registers of a
+# diagonal have the same constant: what a function computes from j - i is computed once for them.
 
 
 class Place(NamedTuple):
@@ -117,53 +121,74 @@ class Place(NamedTuple):
 
     b: Any
     h: Any
-    rows: Any  # (64,) numbers of its rows, from `first_row`
     first_row: Any
     first_column: Any
 
 
 @gluon.jit
-def indices_of(place, by_eights, ARE_ROWS_KEYS: gl.constexpr):
-    """(i, j, j - i) of scores by eights, (64, columns / 8, 8), and their corners; rows are queries
-    and columns keys, or the other way round.
+def by_threads(s):
+    """Scores (64, columns) as a score function gets them."""
+    return s.reshape([4, 2, 8, s.shape[1] // 8, 8])
+
+
+@gluon.constexpr_function
+def axis(LAYOUT, dim):
+    """The layout of indices along one dimension of scores `by_threads`."""
+    for other in (4, 3, 2, 1, 0):
+        if other != dim:
+            LAYOUT = gl.SliceLayout(other, LAYOUT)
+    return LAYOUT
+
+
+@gluon.jit
+def indices_of(s, place, ARE_ROWS_KEYS: gl.constexpr):
+    """i, j, both less the same number, which makes one of them a constant in each register, j - i,
+    this in float32, and the corners of scores `by_threads`; rows are queries and columns keys, or
+    the other way round.
     """
-    LAYOUT: gl.constexpr = by_eights.type.layout
-    COUNT: gl.constexpr = by_eights.shape[1]
-    OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
-    OF_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    eight = 8 * gl.arange(0, COUNT, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    row = gl.convert_layout(place.rows, OF_ROWS)[:, None, None]
-    first = place.first_column + gl.arange(0, 8, layout=OF_COLUMNS)
-    column = first[None, None, :] + eight[None, :, None]
-    ahead = eight[None, :, None] - bounds(place.rows - place.first_column, LAYOUT)
+    LAYOUT: gl.constexpr = s.type.layout
+    COUNT: gl.constexpr = s.shape[3]
+    warp = gl.arange(0, 4, layout=axis(LAYOUT, 0))[:, None, None, None, None]
+    second = gl.arange(0, 2, layout=axis(LAYOUT, 1))[None, :, None, None, None]
+    row = gl.arange(0, 8, layout=axis(LAYOUT, 2))[None, None, :, None, None]
+    eight = gl.arange(0, COUNT, layout=axis(LAYOUT, 3))[None, None, None, :, None]
+    column = gl.arange(0, 8, layout=axis(LAYOUT, 4))[None, None, None, None, :]
+    first = place.first_column + column
+    rows, columns = place.first_row + (16 * warp + row) + 8 * second, first + 8 * eight
     last_row, last_column = place.first_row + 63, place.first_column + 8 * COUNT - 1
     if ARE_ROWS_KEYS:
+        ahead = place.first_row + (16 * warp + row) - first
+        steps = 8 * (second - eight)
         corners = Corners(place.first_column, last_column, place.first_row, last_row)
-        found = column, row, -ahead, corners
+        i, j, i0, j0 = columns, rows, 8 * eight, rows - first
     else:
+        ahead = first - place.first_row - (16 * warp + row)
+        steps = 8 * (eight - second)
         corners = Corners(place.first_row, last_row, place.first_column, last_column)
-        found = row, column, ahead, corners
-    return found
+        i, j, i0, j0 = rows, columns, rows - first, 8 * eight
+    distance = ahead.to(gl.float32) + steps.to(gl.float32)
+    return i, j, i0, j0, ahead + steps, distance, corners
 
 
 @gluon.jit
 def modified(s, place, score, ARE_ROWS_KEYS: gl.constexpr, cfg: gl.constexpr):
     """The score function of scaled products."""
-    by_eights = s.reshape([64, s.shape[1] // 8, 8])
-    i, j, d, corners = indices_of(place, by_eights, ARE_ROWS_KEYS)
+    given = by_threads(s)
+    i, j, i0, j0, d, distance, corners = indices_of(given, place, ARE_ROWS_KEYS)
     x = cfg.SCORE_MOD(
-        by_eights, place.b, place.h, i, j, d, corners, score.captured, score.captured_integers
-    )
+        given, place.b, place.h, i, j, i0, j0, d, distance, corners, score.captured,
+        score.captured_integers,
+    )  # fmt: skip
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def modified_gradient(s, g, place, score, cfg: gl.constexpr):
     """`g` times the derivative of `modified`; rows are keys."""
-    by_eights = s.reshape([64, s.shape[1] // 8, 8])
-    i, j, d, corners = indices_of(place, by_eights, True)
+    given = by_threads(s)
+    i, j, i0, j0, d, distance, corners = indices_of(given, place, True)
     x = cfg.SCORE_GRADIENT(
-        by_eights, place.b, place.h, i, j, d, corners, g.reshape(by_eights.shape), score.captured,
+        given, place.b, place.h, i, j, i0, j0, d, distance, corners, by_threads(g), score.captured,
         score.captured_integers,
     )  # fmt: skip
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
