@@ -789,10 +789,10 @@ def store_rows(
 # The consumers above 128 columns. A tile has 64 keys. The registers of a consumer hold dV or dK of
 # all of them, but not both. So the value consumer computes S^T = K Q^T, P and dV += P^T dO, and the
 # key consumer dP^T = V dO^T, dS and dK += dS^T Q. P, with softcap or a score function times its
-# derivative, goes
-# through shared memory in the order of the registers, because both consumers hold scores in the
-# same layout. Each consumer multiplies its P^T or dS^T from registers. dS^T is also in shared
-# memory, for dQ = dS K: the key consumer computes its first columns, the value consumer the others.
+# derivative, goes through shared memory in the order of the registers, because both consumers hold
+# scores in the same layout. Each consumer multiplies its P^T or dS^T from registers. dS^T is also
+# in shared memory, for dQ = dS K: the key consumer computes its first columns, the value consumer
+# the others.
 #
 # There is one slot for P and one for dS^T, and neither needs a barrier that says it is empty:
 #
