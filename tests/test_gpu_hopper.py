@@ -74,6 +74,14 @@ RACES = {
     "causal, long": ((1, 2100, 8300, 8, 2, 128), {"causal": True}),
     "softcap": ((2, 500, 900, 8, 8, 128), {"softcap": 5.0}),
     "chunk": ((2, 900, 900, 8, 8, 96), {"attention_chunk": 250}),
+    "score function": (
+        (2, 500, 900, 8, 8, 64),
+        {"score_mod": lambda s, b, h, i, j: torch.where(i % 7 != j % 7, s - 0.1 * h, -torch.inf)},
+    ),
+    "score function, wide": (
+        (2, 500, 900, 8, 2, 128),
+        {"score_mod": lambda s, b, h, i, j: s - torch.tanh(s) * (i - j).abs(), "causal": True},
+    ),
     "dropout": ((2, 1000, 1000, 8, 2, 128), {"causal": True, "dropout_p": 0.1}),
     "dropout, wide": ((1, 1000, 1000, 8, 8, 256), {"dropout_p": 0.1}),
 }

@@ -83,6 +83,68 @@ def as_named(options):
     return (lambda g, s, dtype: WIDE[options]) if options in WIDE else options
 
 
+def distant(g, s):
+    """Score functions by name: without a tensor, and with numbers of heads and of distances, and
+    documents, as tensors."""
+    slopes, reach = torch.rand(s.Hq, generator=g), max(s.M, s.N)
+    table = torch.randn(s.Hq, 2 * reach + 1, generator=g)
+    documents = torch.arange(max(s.M, s.N)) // 70
+
+    def alibi(slopes, score, b, h, i, j):
+        return score - slopes[h] * (i - j).abs()
+
+    def relative(table, score, b, h, i, j):
+        return score + table[h, j - i + reach]
+
+    def clamped(table, score, b, h, i, j):
+        return score + table[h, (j - i).clamp(-20, 20) + 20]
+
+    def same(documents, score, b, h, i, j):
+        return torch.where(documents[i] == documents[j], score, -torch.inf)
+
+    return {
+        "causal": lambda score, b, h, i, j: torch.where(i >= j, score, -torch.inf),
+        "softcap": lambda score, b, h, i, j: 2.0 * torch.tanh(score / 2.0),
+        "infinite slope": lambda score, b, h, i, j: score.abs().sqrt() * score.sign(),
+        "alibi": partial(alibi, slopes),
+        "relative": partial(relative, table),
+        "clamped": partial(clamped, table),
+        "documents": partial(same, documents),
+    }
+
+
+FUNCTIONS = list(distant(generator(0), SIZES))
+
+
+def with_function(name, options):
+    """The options and a score function."""
+
+    def made(g, s, dtype):
+        return {**resolve(as_named(options), g, s, dtype), "score_mod": distant(g, s)[name]}
+
+    return made
+
+
+@pytest.mark.parametrize("options", ["nothing", "causal", "wide window", "deterministic", "sink"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_score_functions(name, D, options, seed):
+    check_dense(SIZES._replace(D=D), with_function(name, options), torch.bfloat16, BACKEND, seed)
+
+
+@pytest.mark.parametrize("D", [80, 96, 192, 256])
+def test_score_functions_of_head_dims(D, seed):
+    given = with_function("clamped", "causal")
+    check_dense(Sizes(M=140, N=200, D=D), given, torch.float16, BACKEND, seed)
+
+
+@pytest.mark.parametrize("options", ["nothing", "causal", "softcap + alibi"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_score_functions_of_packed_sequences(name, options, seed):
+    given = with_function(name, options)
+    check_varlen(LENGTHS_Q, LENGTHS_K, PACKED, given, torch.bfloat16, BACKEND, seed)
+
+
 @pytest.mark.parametrize("options", [*ALONE, *TOGETHER, *WIDE])
 def test_options(options, seed):
     check_dense(SIZES, as_named(options), torch.bfloat16, BACKEND, seed)

@@ -9,6 +9,9 @@ import torch
 
 from flashtile.backends.hopper.forward.plan import describe_forward, plan, unsupported_reasons
 from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.score_mod import derivative, described
+
+NUMBERS = torch.zeros(4)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,54 @@ def test_dropout_is_for_whole_sequences(part: dict[str, Any]):
         )
         refused = [] if problem is whole else [reason]
         assert sorted(with_dropout) == sorted(without + refused)
+
+
+def refusals(**options: Any) -> list[str]:
+    """The reasons against a call with these options, without those against a call with none."""
+    q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16, device="meta")
+    plain = Options(300, 300, 1.0)
+    call = AttentionProblem.of(Operands(q, q, q), plain)
+    known = unsupported_reasons(call)
+    found = unsupported_reasons(call._replace(options=plain._replace(**options)))
+    return [reason for reason in found if reason not in known]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), ""),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -1e9), "huge"),
+        (lambda s, b, h, i, j: s + NUMBERS[h], ""),
+        (lambda s, b, h, i, j: s + NUMBERS[(i - j).abs() % 4], ""),
+        (lambda s, b, h, i, j: s + NUMBERS[j % 4], "huge"),
+        (lambda s, b, h, i, j: torch.where(NUMBERS.int()[j % 4] > 0, s, -torch.inf), ""),
+        (lambda s, b, h, i, j: s + torch.atan(s), "atan"),
+    ],
+)
+def test_score_functions_that_the_kernels_refuse(function: Any, reason: str):
+    """Numbers that masks are made of keep their differences on the Triton backend."""
+    program = described(function, torch.float32, torch.device("cpu")).program
+    found = refusals(score_mod=program)
+    assert len(found) == bool(reason) and all(reason in x for x in found)
+
+
+def test_what_a_score_function_does_not_meet():
+    program = described(lambda s, b, h, i, j: s * NUMBERS[h], torch.float32, NUMBERS.device).program
+    gradient = derivative(program, torch.float32, of_captured=True)
+    given: dict[str, Any] = {"score_mod": program, "score_mod_gradient": gradient}
+    assert "captures" in refusals(**given)[0]
+    assert "dropout" in refusals(score_mod=program, dropout_p=0.1)[0]
+    assert "parts" in refusals(score_mod=program, first_head=2)[0]
+
+
+def test_tiles_of_score_functions():
+    """Three consumers lack the registers for addresses."""
+
+    def consumers(function: Any) -> int:
+        program = described(function, torch.float32, torch.device("cpu")).program
+        q = torch.empty(1, 3000, 2, 64, dtype=torch.bfloat16, device="meta")
+        options = Options(3000, 3000, 1.0, score_mod=program)
+        return plan(AttentionProblem.of(Operands(q, q, q), options)).CONSUMERS
+
+    assert consumers(lambda s, b, h, i, j: s - NUMBERS[h] * (i - j)) == 3
+    assert consumers(lambda s, b, h, i, j: s + NUMBERS[(i - j).abs() % 4]) == 2

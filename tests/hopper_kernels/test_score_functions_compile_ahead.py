@@ -1,0 +1,78 @@
+"""The Hopper kernels with score functions, compiled for sm_90a: registers and spills of each.
+
+FLASHTILE_ALL_CONFIGURATIONS=1 takes every function with both head dims.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from configurations import FULL
+
+pytest.importorskip("triton", reason="the package triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    # Triton decides at import; these tests read what its compiler makes.
+    pytest.skip("interprets instead of compiling (TRITON_INTERPRET=1)", allow_module_level=True)
+
+from compiled_kernels import Report, report
+
+from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
+from flashtile.problem import Operands, Options
+from flashtile.testing import generator, qkv
+
+if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
+    # The backend refuses it too, with this reason.
+    pytest.skip("Triton is too old for Gluon on Hopper", allow_module_level=True)
+
+from .launches import SHARED_LIMIT, launch_of
+from .score_functions import FUNCTIONS, SLOPES, described
+from .test_backward_compile_ahead import launches_of
+
+NEWER = TRITON_VERSION > (3, 6)
+# Bytes a thread that may spill in the forward and in the backward, and how many loads and stores of
+# such bytes a step of the backward may have in the loop over blocks without masks.
+LIMITS: dict[tuple[str, int], tuple[int, int, int]] = {}
+RARE = [("causal", 64), ("documents", 64)]  # with FULL only
+
+
+def call(head_dim: int, **options: Any) -> tuple[Operands, Options]:
+    sizes = {"B": 2, "M": 600, "N": 600, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": head_dim}
+    tensors = qkv(generator(0), **sizes, dtype=torch.bfloat16)
+    make = described if "score_mod" in options else describe
+    return make(tensors, Dense(), options)
+
+
+def checked(found: Report, spills: int) -> Report:
+    assert found.shared <= SHARED_LIMIT
+    assert not found.warnings
+    assert not found.unused_barriers
+    assert found.spilled <= spills
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim"), LIMITS if FULL else [x for x in LIMITS if x not in RARE]
+)
+def test_functions_compile(name: str, head_dim: int):
+    forward, backward, reloads = LIMITS[name, head_dim]
+    given = call(head_dim, score_mod=FUNCTIONS[name])
+    checked(report(launch_of(*given)), forward)
+    found = checked(report(launches_of(given)[1]), backward)
+    shortest = min(found.blocks, key=lambda block: block.length)  # without a mask
+    assert shortest.count("LDL") + shortest.count("STL") <= reloads
+
+
+@pytest.mark.skipif(NEWER, reason="newer assemblers move registers about")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_distances_are_computed_once_a_diagonal(head_dim: int):
+    """ALiBi takes fewer instructions as a function than as an option, which does not share them."""
+    as_function, as_option = (
+        max(block.length for block in report(launch_of(*call(head_dim, **given))).blocks)
+        for given in ({"score_mod": FUNCTIONS["alibi"]}, {"alibi_slopes": SLOPES})
+    )
+    assert as_function < 0.8 * as_option
