@@ -90,6 +90,10 @@ ROWS: dict[str, dict[str, object]] = {
     "block masks, FlexAttention's too": {"block_tile": (128, 128)},
     "masks as spans": {"spans": 2},
     "score functions": options(score_mod="return s"),
+    "score functions with gradients of what they capture": options(
+        score_mod="t: float32 = values(0, (4,), h)\nreturn t",
+        score_mod_gradient="t: float32 = values(0, (4,), h)\nreturn g, {t: g}",
+    ),
     "value head dim other than the key's": {"Dv": 128},
     "head dim 1": {"D": 1, "Dv": 1},
     "head dim 256": {"D": 256, "Dv": 256},
