@@ -174,14 +174,14 @@ def _reference(
     """out, lse and gradients by the definition, on the device of the tensors."""
     leaves = {n: x.detach().to(compute_dtype).requires_grad_() for n, x in whole.items()}
     call: dict[str, Any] = {**leaves, **options, **how, "compute_dtype": compute_dtype}
-    with torch.enable_grad(), whole["q"].device:
+    with torch.enable_grad():
         if layout.sequences:
             result = attention_reference(**call)
         else:
             sides = layout.queries.lengths, layout.keys.lengths
             for side, lengths in zip("qk", sides, strict=True):
                 ends = list(accumulate(lengths, initial=0))
-                call[f"cu_seqlens_{side}"] = torch.tensor(ends)
+                call[f"cu_seqlens_{side}"] = torch.tensor(ends, device=whole["q"].device)
                 call[f"max_seqlen_{side}"] = max(lengths, default=0)
             result = attention_varlen_reference(**call)
         results = {"out": result.out, "lse": result.lse}

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ..masks import Spans
 from ..problem import FLOAT8
-from .reference import attention_reference, padded, resize, sequences, unpacked_spans, window_sides
+from .reference import (
+    attention_reference,
+    on_its_device,
+    padded,
+    resize,
+    sequences,
+    unpacked_spans,
+    window_sides,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class CacheReference:
     v_cache: Tensor
 
 
+@on_its_device
 def attention_with_kvcache_reference(
     q: Tensor,
     k_cache: Tensor,

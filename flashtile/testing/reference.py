@@ -12,9 +12,11 @@ Sizes: `B` batch, `M` query length, `N` key length, `Hq`/`Hk` heads, `D`/`Dv` he
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +119,23 @@ def softmax_weights(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tens
     return probs * rule.factor, lse, signed
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def on_its_device(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` of q and other tensors, which makes its own tensors on their device."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        q: Any = args[0] if args else options["q"]
+        with nullcontext() if q.device.type == "cpu" else q.device:
+            return function(*args, **options)
+
+    return call
+
+
+@on_its_device
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -323,6 +342,7 @@ def _fill_flex(dense: Tensor, mask: Any, b: int, h: int, bm: int, bn: int) -> No
             dense[row * bm : row * bm + bm, col * bn : col * bn + bn] = True
 
 
+@on_its_device
 def attention_varlen_reference(
     q: Tensor,
     k: Tensor,

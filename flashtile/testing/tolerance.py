@@ -67,7 +67,10 @@ def assert_close(
     error = (value - truth).abs().masked_fill(torch.isinf(truth) & (value == truth), 0.0)
     rule = allowed_error(dtype or got.dtype, truth, plain.detach())
     allowed = (
-        torch.as_tensor(floor, dtype=torch.float64).detach().expand(truth.shape).clamp(min=rule)
+        torch.as_tensor(floor, dtype=torch.float64, device=truth.device)
+        .detach()
+        .expand(truth.shape)
+        .clamp(min=rule)
     )
     failing = ~(error <= allowed)  # a NaN fails
     if not failing.any():
