@@ -39,7 +39,8 @@ Cotangents = tuple[Tensor, ...]  # of out, and of lse if somebody differentiates
 Tile = Callable[[Tensors], Cotangents]  # from x to the call's results, 0 in the rows of other tiles
 T = TypeVar("T")
 
-BLOCK_M = 64  # rows of a tile
+ROWS = 64  # of a tile, at least
+GPU_SCORES = 1 << 24  # of a tile on a GPU, if they are no fewer rows: it waits for the host
 NAMES = Operands._fields[:DIFFERENTIABLE]
 
 
@@ -133,7 +134,10 @@ def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Oper
     with operands.q.device:  # of index tensors
         total = of_tile(lambda x: _zeros(operands, x["q"])[:n])
         for segment in segments(problem, operands):
-            for rows in segment.mask.query_tiles(BLOCK_M):
+            count = len(range(problem.B)[segment.batch]) * len(range(problem.Hq)[segment.heads])
+            of_row = max(count * segment.mask.visibility.N, 1)
+            step = max(ROWS, GPU_SCORES // of_row if operands.q.is_cuda else 0)
+            for rows in segment.mask.query_tiles(step):
                 tile = partial(_tile, problem, operands, segment, rows, n)
                 total = tree_map(torch.add, total, of_tile(tile))
     return total
@@ -154,7 +158,7 @@ def _tile(
     x: Tensors,
 ) -> Cotangents:
     """The rows of a tile in tensors of the whole call."""
-    plan = Plan("plain", lse_dtype(operands.q.dtype), BLOCK_M, max(problem.N, 1), ())
+    plan = Plan("plain", lse_dtype(operands.q.dtype), 1, max(problem.N, 1), ())
     tp = tile_problem(problem, operands._replace(**x), segment, plan)
     O, L = attend(tp, *rows)
     out, lse = _zeros(operands, O)
