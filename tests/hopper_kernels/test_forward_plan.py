@@ -105,7 +105,7 @@ def test_explain_says_how_many_keys_of_the_last_block_are_multiplied():
 )
 def test_other_problems_multiply_whole_blocks(change: dict[str, Any]):
     assert plan(full(1029)._replace(**change)).LAST_KEYS == 128
-    counting = {"dropout_p": 0.1}, {"score_mod": "any"}
+    counting = {"dropout_p": 0.1}, {"score_mod": "return s"}
     for options in ({"window_right": 0}, {"window_left": 900}, *counting):
         config = plan(full(1029, **options))
         assert config.LAST_KEYS == config.BLOCK_N

@@ -141,7 +141,7 @@ def axis(LAYOUT, dim):
 
 
 @gluon.jit
-def indices_of(s, place, ARE_ROWS_KEYS: gl.constexpr):
+def indices_of(s, place, IS_TRANSPOSED: gl.constexpr):
     """i, j, both less the same number, which makes one of them a constant in each register, j - i,
     this in float32, and the corners of scores `by_threads`; rows are queries and columns keys, or
     the other way round.
@@ -156,7 +156,7 @@ def indices_of(s, place, ARE_ROWS_KEYS: gl.constexpr):
     first = place.first_column + column
     rows, columns = place.first_row + (16 * warp + row) + 8 * second, first + 8 * eight
     last_row, last_column = place.first_row + 63, place.first_column + 8 * COUNT - 1
-    if ARE_ROWS_KEYS:
+    if IS_TRANSPOSED:
         ahead = place.first_row + (16 * warp + row) - first
         steps = 8 * (second - eight)
         corners = Corners(place.first_column, last_column, place.first_row, last_row)
@@ -171,10 +171,10 @@ def indices_of(s, place, ARE_ROWS_KEYS: gl.constexpr):
 
 
 @gluon.jit
-def modified(s, place, score, ARE_ROWS_KEYS: gl.constexpr, cfg: gl.constexpr):
+def modified(s, place, score, IS_TRANSPOSED: gl.constexpr, cfg: gl.constexpr):
     """The score function of scaled products."""
     given = by_threads(s)
-    i, j, i0, j0, d, distance, corners = indices_of(given, place, ARE_ROWS_KEYS)
+    i, j, i0, j0, d, distance, corners = indices_of(given, place, IS_TRANSPOSED)
     x = cfg.SCORE_MOD(
         given, place.b, place.h, i, j, i0, j0, d, distance, corners, score.captured,
         score.captured_integers,
