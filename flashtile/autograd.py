@@ -94,6 +94,11 @@ def attend(
         operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
     transforms = is_transformed()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if forward_mode and compiling:
+        raise NotImplementedError(
+            "flashtile: got torch.func.jvp or dual numbers inside torch.compile; expected them in "
+            "an eager call"
+        )
     if transforms or forward_mode:  # which want nothing written in place
         operands = operands._replace(workspace=None)
     # Of a meta tensor the op makes sizes and dtypes.
@@ -453,8 +458,8 @@ _apply_directly = super(torch.autograd.Function, DirectAttention).apply
 
 
 class AttentionBackwardFunction(torch.autograd.Function):
-    """The first derivative of attention in dout, dlse and the operands; out and lse, which come
-    between them, are functions of the operands.
+    """The first derivative of attention, a function of dout, dlse and the operands. It is not one
+    of its inputs out and lse: these follow from the operands.
     """
 
     @staticmethod
@@ -466,14 +471,18 @@ class AttentionBackwardFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         dout, dlse, _, _, _, *operands = inputs[: 5 + _INPUTS]
         ctx.options = inputs[5 + _INPUTS :]
+        # An empty tensor means "not needed", as in the op.
+        pairs = zip(operands, output, strict=False)
+        ctx.given = tuple(x is not None and x.shape == g.shape for x, g in pairs)
         ctx.save_for_backward(dout, dlse, *operands)
         ctx.save_for_forward(dout, dlse, *operands)
 
     @staticmethod
     def backward(ctx: Any, *of_gradients: Any) -> Any:
         problem, operands, cotangents = _differentiated_again(ctx)
-        given = _wanted(operands, of_gradients)
-        found, of_cotangents = _higher().second_derivative(problem, operands, cotangents, given)
+        pairs = zip(of_gradients, ctx.given, strict=True)
+        wanted = tuple(gradient if given else None for gradient, given in pairs)
+        found, of_cotangents = _higher().second_derivative(problem, operands, cotangents, wanted)
         dout, dlse = (*of_cotangents, None)[:2]
         rest = len(ctx.needs_input_grad) - 5 - DIFFERENTIABLE
         return dout, dlse, None, None, None, *found, *(None,) * rest
@@ -488,8 +497,8 @@ class AttentionBackwardFunction(torch.autograd.Function):
         )
         of_operands = tangents[5 : 5 + DIFFERENTIABLE]
         found = _higher().gradient_tangents(problem, operands, cotangents, of_operands, moved)
-        # An empty tensor means "no such operand", as in the op.
-        return tuple(cotangents[0].new_empty(0) if x is None else x for x in found)
+        pairs = zip(found, ctx.given, strict=True)
+        return tuple(x if given else cotangents[0].new_empty(0) for x, given in pairs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
@@ -514,12 +523,6 @@ def _differentiated_again(ctx: Any) -> tuple[AttentionProblem, Operands, tuple[T
     operands = Operands(*rest)
     problem = AttentionProblem.of(operands, Options(*ctx.options))
     return problem, operands, (dout,) if dlse is None else (dout, dlse)
-
-
-def _wanted(operands: Operands, of_gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    """The cotangents of gradients that are not empty."""
-    pairs = zip(of_gradients, operands, strict=False)
-    return tuple(None if x is None or g is None or g.shape != x.shape else g for g, x in pairs)
 
 
 def refuse_nested_forward_mode() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import autograd
 from ..backend_interface import PreparedForward
@@ -92,6 +93,13 @@ def rotate_and_append(call: Prepared) -> Operands:
     k, v, lengths = layout.k_new, layout.v_new, operands.seqused_k
     if k is None or v is None or lengths is None:
         return operands
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    for name, x in given.items() if forward_ad._current_level >= 0 else ():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: got a forward-mode tangent, expected none: an append to a cache has no "
+                "derivative"
+            )
     descales = (operands.k_descale, operands.v_descale)
     if k_cache.dtype not in FLOAT8 or k.dtype in FLOAT8:
         descales = (None, None)  # the new tokens need no conversion

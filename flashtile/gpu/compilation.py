@@ -40,7 +40,7 @@ def compile_together(launches: Sequence[Launch]) -> None:
         return
     new = _new(launches)
     later = _new(launches_of_next_pass()) if new else {}
-    together = {**new, **later, **new}
+    together = new | {variant: x for variant, x in later.items() if variant not in new}
     if len(together) > 1:
         with ThreadPoolExecutor(
             len(together), "flashtile-compile", _enter, (_device(),)

@@ -92,8 +92,9 @@ def generate(
     sequences[:, :prompt] = input_ids.where(is_prompt, filler)
 
     cache = InferenceParams(max_seqlen=max_length, max_batch_size=batch)
-    logits = model(input_ids, None, cache, num_last_tokens=prompt - shortest + 1).logits
-    logits = logits[torch.arange(batch, device=device), lengths.long() - shortest]
+    hidden = model.transformer(input_ids, inference_params=cache)
+    last = hidden[torch.arange(batch, device=device), lengths.long() - 1]
+    logits = model.logits(last, is_inference=True)
     # From here on a tensor holds the lengths, because a captured step must read the new ones.
     cache.lengths_per_sample = lengths.clone()
 

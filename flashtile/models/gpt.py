@@ -331,13 +331,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
         hidden = self.transformer(
             input_ids, position_ids, inference_params, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
-        if self.project_out is not None:
-            hidden = self.project_out(hidden)
-        scale = self.config.output_multiplier * self.config.width_scale
-        hidden = hidden if scale == 1.0 else hidden * scale
-        weight, bias = self.lm_head.weight, self.lm_head.bias
-        if self.config.norm_head:
-            weight = F.normalize(weight)
         if targets is not None:
             if self.process_group is not None:
                 raise NotImplementedError(
@@ -349,21 +342,40 @@ class GPTLMHeadModel(GPTPreTrainedModel, decoding.GenerationMixin):
                     "loss: got the mean over this rank's tokens inside `with layout:`; want "
                     "reduction='sum', divided by the number of targets of all ranks"
                 )
+            hidden, weight = self._before_head(hidden)
+            bias = self.lm_head.bias
             return CausalLMLoss(linear_cross_entropy(hidden, weight, targets, loss, bias=bias))
         if num_last_tokens > 0:
             if current_layout.get() is not None:
                 raise NotImplementedError("num_last_tokens: not supported inside `with layout:`")
             hidden = hidden[..., -num_last_tokens:, :]
+        return CausalLMOutput(self.logits(hidden, inference_params is not None))
+
+    def logits(self, hidden: Tensor, is_inference: bool) -> Tensor:
+        """Logits (..., vocab_size) of what the transformer returns, (..., hidden_size); with a
+        process group those of this process's words, but in inference those of all.
+        """
+        hidden, weight = self._before_head(hidden)
         if not self.config.norm_head:
             logits = self.lm_head(hidden)
         else:
             if self.process_group is not None:
                 hidden = shared(hidden, self.process_group, self.config.sequence_parallel)
-            logits = F.linear(hidden, weight, bias)
-        if self.process_group is not None and inference_params is not None:
+            logits = F.linear(hidden, weight, self.lm_head.bias)
+        if self.process_group is not None and is_inference:
             parts, _ = all_gather_raw(logits, self.process_group)
             logits = torch.cat(parts.split(logits.shape[0]), dim=-1)
-        return CausalLMOutput(logits)
+        return logits
+
+    def _before_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head multiplies: the projected and scaled features, and its weight."""
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        scale = self.config.output_multiplier * self.config.width_scale
+        weight = self.lm_head.weight
+        if self.config.norm_head:
+            weight = F.normalize(weight)
+        return hidden if scale == 1.0 else hidden * scale, weight
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any

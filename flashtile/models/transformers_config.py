@@ -40,9 +40,8 @@ _ROTARY = """
 """
 _LLAMA = """
     vocab_size hidden_size num_layers=num_hidden_layers num_heads=num_attention_heads
-    num_kv_heads=num_key_value_heads head_dim intermediate_size max_position_embeddings
-    norm_eps=rms_norm_eps attention_bias mlp_bias tie_word_embeddings attention_dropout
-    initializer_range
+    num_kv_heads=num_key_value_heads intermediate_size max_position_embeddings
+    norm_eps=rms_norm_eps tie_word_embeddings attention_dropout initializer_range
 """
 
 
@@ -75,7 +74,11 @@ def rope(config: Any, name: str, default: float) -> float:
 def llama_fields(config: Any) -> dict[str, Any]:
     """Fields for a LlamaConfig or MistralConfig."""
     window = getattr(config, "sliding_window", None)  # counts the query itself
-    return copied(config, _LLAMA) | {
+    fields = copied(config, _LLAMA) | copied(config, "head_dim attention_bias mlp_bias")
+    for name in (pair.split("=") for pair in _LLAMA.split()):
+        if name[0] not in fields:
+            raise ValueError(f"{name[-1]}: got a {type(config).__name__} without it, want a number")
+    return fields | {
         "rotary_base": rope(config, "rope_theta", 10000.0),
         "rotary_fraction": rope(config, "partial_rotary_factor", 1.0),
         "activation": _activation("hidden_act", config, _LLAMA_ACTIVATIONS),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,17 +106,39 @@ COMPOSITIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
 }
 
 
+CONSTANTS: dict[str, dict[str, Any]] = {  # options without a derivative
+    "causal": {"causal": True},
+    "bias": {"bias": normal(generator(1), 1, 4, M, N, dtype=torch.float64).detach()},
+    "alibi": {"alibi_slopes": torch.rand(4, generator=generator(1))},
+    "sink": {"sink": torch.rand(4, generator=generator(1), dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("options", CONSTANTS.values(), ids=CONSTANTS)
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_compositions(name: str) -> None:
+def test_compositions(name: str, options: dict[str, Any]) -> None:
     """PyTorch's own derivatives of the reference are the truth."""
     got, wanted = (
         COMPOSITIONS[name](lambda q, f=f: f(q).square().sum())
         for f in (
-            lambda q: flashtile.attention(q, K, V, causal=True),
-            lambda q: attention_reference(q, K, V, causal=True).out,
+            lambda q: flashtile.attention(q, K, V, **options),
+            lambda q: attention_reference(q, K, V, **options).out,
         )
     )
     torch.testing.assert_close(got, wanted)
+
+
+def test_dual_numbers_with_constants() -> None:
+    """Forward over reverse outside of torch.func."""
+    for options in CONSTANTS.values():
+        found = []
+        for attend in (flashtile.attention, lambda *x, **o: attention_reference(*x, **o).out):
+            with forward_ad.dual_level():
+                q = forward_ad.make_dual(X.clone().requires_grad_(), T)
+                total = attend(q, K, V, **options).square().sum()
+                (first,) = torch.autograd.grad(total, q, create_graph=True)
+                found.append(forward_ad.unpack_dual(first).tangent.detach())
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,3 +193,18 @@ def test_memory_is_linear() -> None:
 def test_refusals() -> None:
     with pytest.raises(NotImplementedError, match=r"inside torch\.func\.jvp; expected at most"):
         jacfwd(jacfwd(lambda q: flashtile.attention(q, K, V).sum()))(X)
+    compiled = torch.compile(flashtile.attention, backend="eager")
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"torch\.compile"):
+        compiled(forward_ad.make_dual(X, T), K, V)
+    cache, new = torch.zeros(1, 8, 2, 4), torch.ones(1, 1, 2, 4)
+    lengths = torch.tensor([2], dtype=torch.int32)
+
+    def append(k: Tensor) -> Tensor:
+        q = torch.ones(1, 1, 4, 4)
+        return flashtile.flash_attn_with_kvcache(q, cache, cache, k, new, cache_seqlens=lengths)
+
+    with pytest.raises(NotImplementedError, match="k: got a forward-mode tangent, expected none"):
+        jvp(append, (new,), (new,))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (X, K, V))
+    with pytest.raises(NotImplementedError, match="q: got float8_e4m3fn, of which there are"):
+        jvp(lambda sink: flashtile.attention(q, k, k, sink=sink), (torch.ones(4),) * 1, (torch.ones(4),))

@@ -146,6 +146,7 @@ def refusals(**options: Any) -> list[str]:
     [
         (lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), ""),
         (lambda s, b, h, i, j: torch.where(i >= j, s, -1e9), "huge"),
+        (lambda s, b, h, i, j: s - 100_000 * j, "huge"),
         (lambda s, b, h, i, j: s + NUMBERS[h], ""),
         (lambda s, b, h, i, j: s + NUMBERS[(i - j).abs() % 4], ""),
         (lambda s, b, h, i, j: s + NUMBERS[j % 4], "huge"),

@@ -105,7 +105,7 @@ def forward(tp: TileProblem, scale: Scales) -> tuple[Tensor, Tensor]:
             O.mul_(fold(rescale * (unit / v_factor), tp.K))
             O.add_(fold(rounded(P * WEIGHT), tp.K) @ V)
             m, unit = m_new, v_factor
-        seen = l > 0
+        seen = l != 0  # NaN was seen
         normalisation = unit / (WEIGHT * tp.keep) / l.masked_fill(~seen, 1.0)
         O_all[:, :, m0:m1] = unfold(O, tp.Q) * normalisation
         L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)

@@ -391,7 +391,7 @@ def may_be_large(program: str) -> bool:
     numbers = (
         x
         for line in lines
-        if line.dtype.is_floating_point and line.op != VALUES
+        if line.op != VALUES
         for x in line.arguments
         if isinstance(x, (int, float))
     )
