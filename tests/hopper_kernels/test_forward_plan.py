@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashtile.backends.hopper.float8.plan import float8_reasons
 from flashtile.backends.hopper.forward.plan import describe_forward, plan, unsupported_reasons
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.score_mod import derivative, described
@@ -168,6 +169,9 @@ def test_what_a_score_function_does_not_meet():
     assert "captures" in refusals(**given)[0]
     assert "dropout" in refusals(score_mod=program, dropout_p=0.1)[0]
     assert "parts" in refusals(score_mod=program, first_head=2)[0]
+    q = torch.empty(1, 300, 2, 64, dtype=torch.float8_e4m3fn, device="meta")
+    call = AttentionProblem.of(Operands(q, q, q), Options(300, 300, 1.0, score_mod=program))
+    assert "a score_mod (not in float8 on this backend)" in float8_reasons(call)
 
 
 def test_tiles_of_score_functions():
