@@ -165,6 +165,22 @@ def test_precision(dtype: torch.dtype, backend: str) -> None:
         assert_close(f"d{name}", x, truth, plain, dtype=dtype)
 
 
+def test_huge_scores_keep_their_sums() -> None:
+    """Beside -1e9 the log of a row's sum is lost in float32; its tangents are not."""
+    q, k, v = (torch.ones(1, 5, 2, 4) for _ in range(3))
+    bias = torch.full((1, 1, 5, 5), -1e9)
+    (out, lse), (dout, _) = jvp(
+        lambda v: flashtile.attention(q, k, v, bias=bias, return_lse=True), (v,), (v,)
+    )
+    torch.testing.assert_close(dout, out)
+    (dlse,) = jvp(
+        lambda bias: flashtile.attention(q, k, v, bias=bias, return_lse=True)[1:],
+        (bias,),
+        (torch.ones_like(bias),),
+    )[1]
+    torch.testing.assert_close(dlse, torch.ones_like(lse))
+
+
 class Largest(TorchDispatchMode):
     """The size of the largest tensor that an operation makes."""
 

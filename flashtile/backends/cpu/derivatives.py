@@ -189,8 +189,11 @@ def attend(tp: TileProblem, m0: int, m1: int) -> tuple[Tensor, Tensor]:
     S = torch.cat(S_parts, -1)  # (batch, heads, rows, keys)
     dead = (S == -INFINITY).all(-1, keepdim=True)
     S = S.masked_fill(dead, 0.0)
-    L = S.logsumexp(-1)
-    P = torch.exp(S - L[..., None])
+    m = S.detach().amax(-1, keepdim=True)  # not exp(S - L), which loses l beside a huge m
+    P = torch.exp(S - m)
+    l = P.sum(-1, keepdim=True)
+    L = (m + torch.log(l)).squeeze(-1)
+    P = P / l
     if tp.dropout is not None:
         P = P * torch.cat(kept, -1) / tp.keep
     O = unfold(fold(P, tp.K) @ torch.cat(V_parts, -2), tp.Q)
