@@ -2,7 +2,7 @@
 # # Train on packed sequences (varlen)
 #
 # Sentences differ in length. Packed back to back they need no padding: `attention_varlen` takes the
-# cumulative lengths and keeps each sentence to itself. This example trains a small model on
+# cumulative lengths, and each sentence sees only itself. This example trains a small model on
 # sequences of 8 to 120 tokens, and checks its loss and gradients against a padded batch with
 # PyTorch's own attention.
 
@@ -18,8 +18,8 @@ torch.manual_seed(0)
 VOCABULARY, WIDTH, HEADS = 16, 64, 4
 
 # %% [markdown]
-# The task is to predict the next token of a pattern that repeats: a sequence is a random pattern of
-# four tokens, several times. The model has to look four tokens back.
+# The task is to predict the next token: a sequence repeats a random pattern of four tokens. The
+# model has to look four tokens back.
 
 
 # %%
@@ -85,7 +85,7 @@ def padded_loss(model, batch):
 
 
 # %% [markdown]
-# Loss and gradients of both, in float64, where only rounding errors may differ.
+# Loss and gradients of both are compared in float64, where only rounding errors may differ.
 
 # %%
 model = Model().double()
@@ -105,7 +105,7 @@ real = sum(len(tokens) for tokens in batch)
 print(f"tokens computed: {real} packed, {len(batch) * max(len(tokens) for tokens in batch)} padded")
 
 # %% [markdown]
-# Training on packed batches. A model that cannot look back stays at log 16 = 2.77.
+# Now train on packed batches. A model that cannot look back stays at log 16 = 2.77.
 
 # %%
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -3,7 +3,7 @@
 #
 # An inference engine keeps keys and values of many requests in one pool of pages (PagedAttention),
 # and computes one token for every request in each step (continuous batching). A request that ends
-# gives its pages back, and the next one takes its slot while the others go on.
+# returns its pages, and the next one takes its slot while the others continue.
 #
 # `attention_with_kvcache` does three things in one call: it rotates the new queries and keys
 # (RoPE), writes the new keys and values into the pages, and attends to them. This example serves
@@ -48,7 +48,7 @@ angles = torch.outer(positions, 10_000.0 ** (-torch.arange(0, DIM, 2) / DIM))
 cos, sin = angles.cos(), angles.sin()
 
 # %% [markdown]
-# The pool, and for each slot the list of its pages. Page 0 is a dummy: slots without a
+# This is the pool, and for each slot the list of its pages. Page 0 is a dummy: slots without a
 # request write to it.
 
 # %%
@@ -83,8 +83,8 @@ def step(tokens, rows):
 
 
 # %% [markdown]
-# The server: admit requests while there are slots and pages, take a step with all of them, dismiss
-# those that are finished.
+# The server admits requests while there are slots and pages, runs a step for all of them, and
+# removes those that are finished.
 
 # %%
 sizes = [(5, 9), (17, 4), (30, 12), (1, 6), (11, 11)]  # tokens of the prompt, and of the answer
@@ -125,7 +125,7 @@ while waiting or running:
 assert sorted(free_pages) == list(range(1, PAGES))
 
 # %% [markdown]
-# The check: the finished text goes through plain PyTorch at once, with a causal mask and no cache.
+# The check runs each finished text through plain PyTorch at once, with a causal mask and no cache.
 
 
 # %%

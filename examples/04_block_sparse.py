@@ -36,7 +36,7 @@ for row in kinds.tolist():
     print("  " + "".join(".#+"[kind] for kind in row))
 
 # %% [markdown]
-# Output and gradients, next to PyTorch's attention with the dense mask.
+# Output and gradients are compared with PyTorch's attention with the dense mask.
 
 # %%
 q, k, v = (
@@ -90,7 +90,7 @@ for name, *results in zip(
 print("FlexAttention's mask gives the same")
 
 # %% [markdown]
-# How long one forward takes. Times on a busy machine vary, so nothing is asserted.
+# This is the time of one forward. Times on a busy machine vary, so nothing is asserted.
 
 # %%
 for name, attend in (

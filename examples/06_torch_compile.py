@@ -2,7 +2,7 @@
 # # torch.compile and torch.export
 #
 # Every call is one registered operator, so `torch.compile(fullgraph=True)` captures a model with
-# flashtile in a single graph, gradients included, and dynamic lengths do not compile again.
+# flashtile in a single graph, gradients included, and new lengths cause no new compilation.
 
 # %%
 import torch
@@ -12,7 +12,7 @@ from flashtile import attention
 from flashtile.testing import assert_close
 
 torch.manual_seed(0)
-# "inductor", the default of torch.compile, needs a C++ compiler or a GPU. This runs anywhere.
+# "inductor", the default of torch.compile, needs a C++ compiler or a GPU. This backend does not.
 COMPILER = "aot_eager"
 
 

@@ -3,7 +3,7 @@
 #
 # `attention_fp8` takes 16-bit tensors and computes both matrix products in float8 (e4m3). The
 # inputs of language models have outliers, a few large numbers, which cost float8 most
-# of its precision when a whole tensor has one scale. By default, flashtile rotates queries and
+# of its precision if a whole tensor has one scale. By default, flashtile rotates queries and
 # keys (Hadamard) and gives each block of rows its own scale. The CPU rounds at the same steps as
 # the GPU kernel, so the error can be studied anywhere.
 
@@ -16,8 +16,8 @@ from flashtile import attention, attention_fp8, quantize_qkv
 torch.manual_seed(0)
 
 # %% [markdown]
-# Normal numbers, and one in a thousand that is about ten times as large: the inputs of table 3 of
-# FlashAttention-3.
+# The inputs are those of table 3 of FlashAttention-3: normal numbers, one in a thousand of which is
+# about ten times as large.
 
 
 # %%
@@ -44,7 +44,7 @@ def rounded(x):
 
 # %% [markdown]
 # Root mean square errors against float64. The third line rounds only the inputs, in plain PyTorch;
-# the second rounds the probabilities as well, and is better all the same.
+# the second rounds the probabilities as well, and is still better.
 
 # %%
 truth = plain(q, k, v)

@@ -17,9 +17,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, LENGTH, HEADS, DIM, REACH = 2, 400, 4, 64, 32
 
 # %% [markdown]
-# A table with a number for each head and each distance up to 32 in both directions; larger
-# distances use the number of distance 32. Indexing it makes a bias of (1, heads, seq, seq), which
-# all sequences share.
+# The table has a bias for each head and each distance up to 32 in both directions; larger distances
+# use the bias of distance 32. Indexing it makes a tensor of (1, heads, seq, seq), which all
+# sequences share.
 
 # %%
 positions = torch.arange(LENGTH, device=device)

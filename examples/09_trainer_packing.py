@@ -3,8 +3,8 @@
 #
 # `DataCollatorWithFlattening` of transformers puts the texts of a batch into one row, without
 # padding; the `position_ids` say where each text begins, and flashtile keeps the texts apart. This
-# example trains a tiny Llama with random weights, so it downloads nothing. With your model only the
-# line with `from_config` changes, to `from_pretrained(path, attn_implementation=name)`. Needs
+# example trains a tiny Llama with random weights, so it downloads nothing. With your model, only
+# the line with `from_config` changes, to `from_pretrained(path, attn_implementation=name)`. Needs
 # `pip install ".[examples]"` in a copy of the repository.
 
 # %%
@@ -38,7 +38,7 @@ config = LlamaConfig(
 model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
 
 # %% [markdown]
-# Texts of 8 to 60 tokens: a pattern of four random tokens that repeats.
+# Each text has 8 to 60 tokens and repeats a pattern of four random tokens.
 
 # %%
 lengths = torch.randint(8, 61, (320,)).tolist()
@@ -49,7 +49,7 @@ padded = 8 * max(lengths[:8])
 print(f"a batch of 8 texts: {batch['input_ids'].numel()} tokens packed, {padded} padded")
 
 # %% [markdown]
-# Loss and gradients of the packed batch are those of the eight texts by themselves, with
+# Loss and gradients of the packed batch equal those of the eight separate texts, with
 # transformers' own attention ("eager"). In float64 only rounding errors may differ.
 
 
@@ -84,7 +84,7 @@ for (parameter, _), ours_, truth_, plain_ in zip(
 print(f"{len(ours)} gradients are those of the texts by themselves")
 
 # %% [markdown]
-# Training. A model that cannot look back stays at log 15 = 2.71.
+# Now train. A model that cannot look back stays at log 15 = 2.71.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,9 @@
 # # The steps of an engine: prefill beside decoding, and a CUDA graph
 #
 # An engine mixes requests in a step: some decode one token, others compute a chunk of their prompt.
-# The new tokens of all of them are packed into one row. One call rotates them, appends their keys
+# The new tokens of all requests are packed into one row. One call rotates them, appends their keys
 # and values to the pages of their requests, and attends. Once all requests decode, every step has
-# the same shapes, so that a CUDA graph can capture one and repeat it. This example takes such steps
+# the same shapes, so a CUDA graph can capture one step and repeat it. This example runs such steps
 # and checks them against plain PyTorch without a cache. On a CPU they run without the graph.
 
 # %%
@@ -20,9 +20,9 @@ torch.manual_seed(0)
 HEADS, KV_HEADS, DIM, PAGE_SIZE, STEPS = 4, 2, 32, 8, 3
 
 # %% [markdown]
-# Four requests: two decode, one computes the second chunk of its prompt, one begins. `cached`
-# tokens are in the pages already; `new` tokens come in the mixed step. `STEPS` steps with one token
-# of each request follow.
+# Of four requests, two decode, one computes the second chunk of its prompt, and one begins.
+# `cached` tokens are already in the pages; the mixed step adds `new` tokens. `STEPS` steps with one
+# token of each request follow.
 
 # %%
 cached, new = [21, 8, 16, 0], [1, 1, 12, 19]
@@ -46,8 +46,8 @@ def rotated(x, first):
 
 
 # %% [markdown]
-# The pages that each request will need, in any order, hold its first `cached` tokens. Keys in a
-# cache are rotated.
+# Each request gets the pages that it will need, in any order. They contain its first `cached`
+# tokens. Keys in a cache are rotated.
 
 # %%
 pages = [-(n // -PAGE_SIZE) for n in ends]
@@ -70,7 +70,7 @@ for request, before in enumerate(cached):
     v_pages[slots(request, 0, before)] = v[request][:before]
 
 # %% [markdown]
-# The mixed step. `cu_seqlens` says where each request's tokens begin.
+# This is the mixed step. `cu_seqlens` says where each request's tokens begin.
 
 # %%
 lengths = torch.tensor(cached, dtype=torch.int32, device=device)
@@ -104,7 +104,7 @@ lengths += torch.tensor(new, dtype=torch.int32, device=device)
 print(f"{sum(new)} new tokens of {len(new)} requests in one call: {new}")
 
 # %% [markdown]
-# The check: each request by itself, from all its keys, with a causal mask.
+# The check computes each request separately, from all its keys, with a causal mask.
 
 
 # %%
@@ -130,8 +130,8 @@ for request, part in enumerate(out.split(new)):
 print("outputs and the new keys in the pages are right")
 
 # %% [markdown]
-# The decoding step reads tensors that stay where they are, and counts the lengths itself: all that
-# a CUDA graph needs. Its first run, without a graph, also compiles the kernels.
+# The decoding step reads tensors that stay at the same addresses, and updates the lengths itself,
+# as a CUDA graph requires. Its first run, without a graph, also compiles the kernels.
 
 # %%
 token = [

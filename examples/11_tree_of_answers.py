@@ -2,10 +2,10 @@
 # # Train on a tree of answers to one prompt
 #
 # Reinforcement learning and tree search sample many answers that share their first part: a prompt,
-# and then steps that several answers have in common. As a tree, every shared token is computed
+# and then steps that several answers have in common. In a tree, every shared token is computed
 # once. `Spans.tree` lets each token see its ancestors. This example compares loss and gradients
-# with the answers as separate sequences, on PyTorch's own attention, in float64, where only
-# rounding errors may differ.
+# with those of separate sequences on PyTorch's own attention, in float64, where only rounding
+# errors may differ.
 
 # %%
 import torch
@@ -19,8 +19,8 @@ torch.manual_seed(0)
 VOCABULARY, WIDTH, HEADS = 32, 64, 4
 
 # %% [markdown]
-# A prompt of 40 tokens with two first steps; the first of them has three continuations, the second
-# one two. Each segment names the one that it continues.
+# A prompt of 40 tokens has two first steps; the first step has three continuations, the second has
+# two. Each segment names the one that it continues.
 
 # %%
 segments = {  # name: (the segment before, tokens)
@@ -36,8 +36,8 @@ segments = {  # name: (the segment before, tokens)
 tokens = {name: torch.randint(VOCABULARY, (length,)) for name, (_, length) in segments.items()}
 
 # %% [markdown]
-# The tree, token by token, in depth-first order: the number of each token's parent. A token's
-# position is its depth, and its parent predicts it.
+# The tree lists the number of each token's parent, in depth-first order. A token's position is its
+# depth, and its parent predicts it.
 
 # %%
 last, parents, positions = {None: -1}, [], []
@@ -81,13 +81,13 @@ def tree_loss(model):
 
 
 # %% [markdown]
-# The same from separate sequences, one for each leaf: a token that several of them share counts in
-# the first one only.
+# Now the same from separate sequences, one for each leaf. A token that several sequences share
+# counts only in the first.
 
 
 # %%
 def separate_loss(model):
-    """The mean loss of the answers' tokens, with the shared ones computed again and again."""
+    """The mean loss of the answers' tokens, with the shared ones computed several times."""
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

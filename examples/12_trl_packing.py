@@ -24,7 +24,7 @@ from flashtile.testing import assert_close
 name = flashtile_transformers.register()
 
 # %% [markdown]
-# Texts of 7 to 39 words and an end: a pattern of four random words that repeats.
+# Each text has 7 to 39 words and an end, and repeats a pattern of four random words.
 
 # %%
 WORDS = ["every", "tile", "of", "a", "row", "has", "one", "maximum", "and", "its", "own", "sum"]
@@ -72,7 +72,7 @@ trainer = SFTTrainer(
 )
 
 # %% [markdown]
-# A batch as the trainer makes it: four rows of at most 64 tokens, one behind the other.
+# The trainer makes batches like this one: four rows of at most 64 tokens, one after the other.
 
 # %%
 batch = next(iter(trainer.get_train_dataloader()))
@@ -81,7 +81,7 @@ starts = (positions[0] == 0).nonzero().flatten().tolist()
 print(f"a batch: {len(starts)} texts, {tuple(rows.shape)} tokens, no padding")
 
 # %% [markdown]
-# Its loss and gradients are those of the texts by themselves, with transformers' own attention
+# Its loss and gradients equal those of the separate texts, with transformers' own attention
 # ("eager"). In float64 only rounding errors may differ.
 
 # %%
@@ -116,7 +116,7 @@ for (parameter, _), ours_, truth_, plain_ in zip(
 print(f"{len(ours)} gradients are those of the texts by themselves")
 
 # %% [markdown]
-# Training. A model that cannot look back stays near log 12 = 2.48.
+# Now train. A model that cannot look back stays near log 12 = 2.48.
 
 # %%
 model.float()

@@ -1,15 +1,15 @@
 """Serve many requests at once from one paged cache: continuous batching, in a small file.
 
-    python -m examples.serve --quick
+    python -m examples.demo.serve --quick
 
 Every slot of a fixed batch holds one request. All slots take a step together: one token each, whose
 key and value are rotated and written into pages by the same call that attends to them. A request
-that ends gives its pages back, and the next one takes its slot while the others go on. On a GPU the
+that ends returns its pages, and the next one takes its slot while the others continue. On a GPU the
 step is captured once as a CUDA graph and replayed: lengths and page tables are tensors that are
 never read on the host.
 
 The model is SmolLM2-135M as `make demo` fetches it, with the weights and layers of transformers;
-the plain loop it is measured against is `generate` over batches of as many requests, padded. Both
+it is compared with a plain loop: `generate` over padded batches of as many requests. Both
 pick the likeliest token, so the text should be the same.
 """
 
