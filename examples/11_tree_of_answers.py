@@ -2,55 +2,44 @@
 # # Train on a tree of answers to one prompt
 #
 # Reinforcement learning and tree search sample many answers that share their first part: a prompt,
-# and then steps that several answers have in common. In a tree, every shared token is computed
-# once. `Spans.tree` lets each token see its ancestors. This example compares loss and gradients
-# with those of separate sequences on PyTorch's own attention, in float64, where only rounding
-# errors may differ.
+# and then steps that several answers have in common. `flashtile.fold` makes a tree of them, in
+# which every shared token is there once, and a mask by which each token sees its own answer. This
+# example compares loss and gradients with the answers as separate sequences, on PyTorch's own
+# attention, in float64, where only rounding errors may differ.
 
 # %%
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flashtile import Spans, attention
+from flashtile import attention, fold
 from flashtile.testing import assert_close
 
 torch.manual_seed(0)
 VOCABULARY, WIDTH, HEADS = 32, 64, 4
 
 # %% [markdown]
-# A prompt of 40 tokens has two first steps; the first step has three continuations, the second has
-# two. Each segment names the one that it continues.
+# A prompt of 40 tokens with two first steps; the first of them has three continuations, the second
+# one two. The rollouts are ordinary sequences of tokens; `fold` finds what they share.
 
 # %%
-segments = {  # name: (the segment before, tokens)
-    "prompt": (None, 40),
-    "A": ("prompt", 12),
-    "A1": ("A", 9),
-    "A2": ("A", 15),
-    "A3": ("A", 7),
-    "B": ("prompt", 20),
-    "B1": ("B", 11),
-    "B2": ("B", 6),
-}
-tokens = {name: torch.randint(VOCABULARY, (length,)) for name, (_, length) in segments.items()}
+prompt, A, B = (torch.randint(VOCABULARY, (length,)) for length in (40, 12, 20))
+steps = [A, A, A, B, B]
+rollouts = [
+    torch.cat((prompt, step, torch.randint(VOCABULARY, (length,))))
+    for step, length in zip(steps, (9, 15, 7, 11, 6), strict=True)
+]
+folded = fold(rollouts)
+print(
+    f"{len(rollouts)} answers: {len(folded.tokens)} tokens as a tree, "
+    f"{sum(map(len, rollouts))} as separate sequences"
+)
 
 # %% [markdown]
-# The tree lists the number of each token's parent, in depth-first order. A token's position is its
-# depth, and its parent predicts it.
+# Each answer has a weight, its advantage in reinforcement learning. The prompt is not trained on.
 
 # %%
-last, parents, positions = {None: -1}, [], []
-for name, (before, length) in segments.items():
-    parent = last[before]
-    for _ in range(length):
-        positions.append(positions[parent] + 1 if parent >= 0 else 0)
-        parents.append(parent)
-        parent = len(parents) - 1
-    last[name] = parent
-parents, positions = torch.tensor(parents), torch.tensor(positions)
-tree = Spans.tree(parents)
-answers = range(segments["prompt"][1], len(parents))  # the tokens that are trained on
+weights = torch.randn(len(rollouts), dtype=torch.float64)
 
 
 # %%
@@ -74,49 +63,34 @@ class Model(nn.Module):
 
 
 def tree_loss(model):
-    """The mean loss of the answers' tokens, each computed once."""
-    everything = torch.cat(list(tokens.values()))
-    logits = model(everything[None], positions, lambda q, k, v: attention(q, k, v, mask=tree))[0]
-    return F.cross_entropy(logits[parents[answers]], everything[answers])
+    """The weighted log-probabilities of the answers, with each token computed once."""
+    mask = folded.spans()
+    logits = model(
+        folded.tokens[None], folded.positions[None], lambda q, k, v: attention(q, k, v, mask=mask)
+    )
+    log_probs = folded.unfold(folded.log_probs(logits[0]))  # (answers, longest)
+    return -(weights @ log_probs[:, len(prompt) :].sum(1).double())
 
 
 # %% [markdown]
-# Now the same from separate sequences, one for each leaf. A token that several sequences share
-# counts only in the first.
+# The same from separate sequences.
 
 
 # %%
 def separate_loss(model):
-    """The mean loss of the answers' tokens, with the shared ones computed several times."""
+    """The weighted log-probabilities, with the shared tokens computed again and again."""
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    total, counted = 0.0, {"prompt"}
-    for path in paths:
-        text = torch.cat([tokens[name] for name in path])
-        logits = model(text[None, :-1], torch.arange(len(text) - 1), attend)[0]
+    total = 0.0
+    for weight, text in zip(weights, rollouts, strict=True):
+        logits = model(text[None, :-1], torch.arange(len(text) - 1)[None], attend)[0]
         losses = F.cross_entropy(logits, text[1:], reduction="none")
-        end = -1
-        for name in path:
-            begin, end = end, end + len(tokens[name])
-            if name not in counted:
-                total = total + losses[begin:end].sum()
-                counted.add(name)
-    return total / len(answers)
+        total = total + weight * losses[len(prompt) - 1 :].sum().double()
+    return total
 
-
-def path_of(name):
-    """The segments from the prompt to `name`."""
-    before = segments[name][0]
-    return [*(path_of(before) if before else []), name]
-
-
-inner = {before for before, _ in segments.values()}
-paths = [path_of(name) for name in segments if name not in inner]
-separate = sum(len(tokens[name]) for path in paths for name in path)
-print(f"{len(paths)} answers: {len(parents)} tokens as a tree, {separate} as separate sequences")
 
 # %%
 model = Model()

@@ -16,7 +16,7 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 from .lru import clear_caches
-from .masks import BlockMask, Spans
+from .masks import BlockMask, Folded, Spans, fold
 from .quantize import Quantized, attention_fp8, quantize_qkv
 
 # Type checkers read __init__.pyi instead of this file.
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "Folded",
     "Quantized",
     "Spans",
     "attention",
@@ -54,6 +55,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fold",
     "quantize_qkv",
     "workspace_size",
 ]

@@ -21,6 +21,8 @@ from .call.dispatch import backend as backend
 from .call.options import WindowSize
 from .lru import clear_caches as clear_caches
 from .masks.block_mask import BlockMask as BlockMask
+from .masks.rollouts import Folded as Folded
+from .masks.rollouts import fold as fold
 from .masks.spans import Spans as Spans
 from .ops.quantize.formula import Quantized as Quantized
 from .quantize.tensors import quantize_qkv as quantize_qkv
@@ -30,6 +32,7 @@ __version__: str
 
 __all__ = [
     "BlockMask",
+    "Folded",
     "Quantized",
     "Spans",
     "attention",
@@ -47,6 +50,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fold",
     "quantize_qkv",
     "workspace_size",
 ]

@@ -205,6 +205,20 @@ MASKS_AND_SCORES = [
         "tests/test_span_masks.py -k test_prefix_lm",
     ),
     Planted(
+        "a window of rollouts counts rows instead of positions",
+        "Folded.spans",
+        "self.positions[:, None] - left - first",
+        "torch.arange(len(first))[:, None] - left - first",
+        "tests/test_rollouts.py -k test_tree",
+    ),
+    Planted(
+        "a transformers model's window counts rows of folded rollouts",
+        "attend_folded",
+        "rollouts.spans, pattern.window_size",
+        "rollouts.spans, (-1, -1)",
+        "tests/test_rollouts.py -k 'test_transformers and Mistral'",
+    ),
+    Planted(
         "a window to the right excludes its last key",
         "Window.key_range",
         "p + self.right + 1",

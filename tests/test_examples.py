@@ -13,8 +13,8 @@ pytestmark = pytest.mark.slow
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("[0-9][0-9]_*.py"))
 
 
-def test_there_are_twelve():
-    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, 13)]
+def test_there_are_thirteen():
+    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, 14)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..current_layout import get as current_layout
+from ..masks import Folded
 from .transformers_version import requirement, too_old
 
 try:
@@ -34,7 +35,7 @@ try:
     from transformers.utils import logging
 
     from . import transformers_layouts
-    from .transformers_attend import Call, attend
+    from .transformers_attend import Call, attend, attend_folded
     from .transformers_loader import LoaderChangedError, patch_loader
     from .transformers_masks import Pattern, chosen_keys
 except ImportError as error:
@@ -147,6 +148,7 @@ def attention_forward(
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
+    rollouts: Folded | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that `register` passes to transformers.
@@ -170,6 +172,9 @@ def attention_forward(
         indices: (batch, seq_q, chosen), the indices of the keys that a query may see.
         block_indices: (batch, groups of heads, seq_q, chosen), the indices of the blocks of
             ``module.indexer.block_size`` keys that a query may see; -1 means no block.
+        rollouts: the result of `flashtile.fold`, whose tokens and positions are the model's only
+            row; its mask replaces the model's, except for a window, which counts along each
+            rollout.
         options: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` of packed
             sequences, `position_ids`, `deterministic`; keywords that do not affect attention; and,
             with a `cache`, keywords that transformers passes on to its own functions.
@@ -192,9 +197,10 @@ def attention_forward(
     if cache is not None:
         options |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         options |= {"softcap": softcap, "is_causal": is_causal, "s_aux": s_aux, "cache": cache}
-        if any(x is not None for x in (position_bias, sinks, indices, block_indices)):
+        if any(x is not None for x in (position_bias, sinks, indices, block_indices, rollouts)):
             raise NotImplementedError(
-                "cache: continuous batching has no position_bias, sinks, indices or block_indices"
+                "cache: continuous batching has no position_bias, sinks, indices, block_indices or "
+                "rollouts"
             )
         return _continuous_batching(module, query, key, value, **options)
     for name in options.keys() - _KNOWN:
@@ -223,8 +229,13 @@ def attention_forward(
     numbers = {name: x for name, x in given.items() if x is not None and x is not False}
     layout = current_layout()
     if layout is not None:
-        refused = {"position_bias": position_bias, "sinks": sinks, "indices": indices}
+        refused: dict[str, Any] = {
+            "position_bias": position_bias,
+            "sinks": sinks,
+            "indices": indices,
+        }
         refused |= {"block_indices": block_indices, "cu_seq_lens_q": options.get("cu_seq_lens_q")}
+        refused |= {"rollouts": rollouts}
         out = transformers_layouts.attend(
             layout, module, (q, k, v), attention_mask, pattern, numbers, position_ids, refused
         )
@@ -232,6 +243,8 @@ def attention_forward(
     transformers_layouts.refuse_forgotten_layout(position_ids)
     chosen = chosen_keys(module, q, k, indices, block_indices)
     call = Call(q, k, v, pattern, position_bias, chosen, sinks, numbers)
+    if rollouts is not None:
+        return attend_folded(call, attention_mask, lengths, rollouts), None
     return attend(call, attention_mask, lengths, position_ids), None
 
 

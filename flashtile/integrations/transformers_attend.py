@@ -10,7 +10,7 @@ from torch import Tensor
 from ..api import attention, attention_varlen, attention_with_kvcache
 from ..call.attn_mask import additive, options_of
 from ..call.dispatch import MOST_NEW_TOKENS
-from ..masks import Spans
+from ..masks import Folded, Spans
 from .transformers_masks import (
     Pattern,
     attached_pattern,
@@ -112,6 +112,42 @@ def attend(call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids:
     if is_exact:
         return _with_exact_mask(call, mask)
     return _dense(call) if padding is None else _with_padding(call, padding)
+
+
+def attend_folded(
+    call: Call, mask: Any, lengths: tuple[Any, ...] | None, rollouts: Folded
+) -> Tensor:
+    """Attention of rollouts that `flashtile.fold` folded into the model's only row. Of the model's
+    mask only the window counts: it was made for one sequence.
+
+    Raises:
+        NotImplementedError: an argument refers to the row as one sequence.
+        ValueError: the model has other tokens.
+    """
+    if isinstance(mask, Tensor):
+        mask = short_form(mask)
+    hides_nothing = mask is None or (
+        isinstance(mask, Tensor) and mask.dim() == 2 and is_whole(mask)
+    )
+    pattern = attached_pattern(mask) or call.pattern
+    refused = {
+        "an attention_mask that hides tokens": None if hides_nothing else mask,
+        "cu_seq_lens_q": lengths,
+        "position_bias": call.bias,
+        "indices or block_indices": call.chosen,
+        "attention_chunk": pattern.attention_chunk or None,
+    }
+    for name, x in refused.items():
+        if x is not None:
+            raise NotImplementedError(f"rollouts: cannot be combined with {name}")
+    tokens = len(rollouts.tokens)
+    if call.q.shape[:2] != (1, tokens) or call.k.shape[1] != tokens:
+        raise ValueError(
+            f"rollouts: got {tuple(call.q.shape[:2])} queries and {call.k.shape[1]} keys, want "
+            f"input_ids of shape (1, {tokens}), the folded tokens, and no cached ones"
+        )
+    window = once(mask, rollouts.spans, pattern.window_size)
+    return _dense(call._replace(pattern=Pattern(), documents=window))
 
 
 def _restarts(call: Call, mask: Any, position_ids: Any) -> Tensor | None:

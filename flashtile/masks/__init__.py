@@ -1,7 +1,8 @@
-"""Masks: the one rule of visible keys (`rules`), block masks, and masks as spans."""
+"""Masks: the one rule of visible keys (`rules`), block masks, masks as spans, folded rollouts."""
 
 from .block_mask import BlockMask
 from .block_tiles import EMPTY, FULL, PARTIAL
+from .rollouts import Folded, fold
 from .rules import (
     WIDEST,
     Chunk,
@@ -24,6 +25,7 @@ __all__ = [
     "WIDEST",
     "BlockMask",
     "Chunk",
+    "Folded",
     "Positions",
     "Run",
     "Span",
@@ -31,5 +33,6 @@ __all__ = [
     "Visibility",
     "Window",
     "as_kernel_number",
+    "fold",
     "structure",
 ]
