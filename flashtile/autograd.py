@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
@@ -48,6 +49,7 @@ _NUMBERS = ", ".join(
 )
 _INPUTS = len(Operands._fields)
 _BIAS = Operands._fields.index("bias")
+_MOVED = DIFFERENTIABLE + 2  # the inputs of `TangentFunction` before the operands
 
 library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
 # The same op with a schema that writes to the workspace. Most calls have no workspace, and an op
@@ -366,18 +368,50 @@ class DualAttention(AttentionFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         AttentionFunction.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:_INPUTS])
+        ctx.save_for_forward(*output, *inputs[:_INPUTS])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
         refuse_nested_forward_mode()
-        operands, options = Operands(*ctx.saved_tensors), Options(*ctx.options)
-        problem = AttentionProblem.of(operands, options)
-        return _higher().tangents(problem, operands, tangents[:DIFFERENTIABLE])
+        saved = (None if x is None else unpack_dual(x).primal for x in ctx.saved_tensors)
+        return TangentFunction.apply(*tangents[:DIFFERENTIABLE], *saved, *ctx.options)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return _one_by_one(DualAttention, info, in_dims, args), (0, 0)
+
+
+class TangentFunction(torch.autograd.Function):
+    """The tangents of out and lse: (those of the first `DIFFERENTIABLE` operands, out, lse,
+    operands, options) -> (tangent of out, tangent of lse). A derivative of it takes out and lse for
+    what they are, functions of the operands.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        moved, (out, lse), rest = args[:DIFFERENTIABLE], args[DIFFERENTIABLE:][:2], args[_MOVED:]
+        operands, options = Operands(*rest[:_INPUTS]), Options(*rest[_INPUTS:])
+        problem = AttentionProblem.of(operands, options)
+        with autocast_off(operands.q):
+            return _higher().tangents(problem, operands, out, lse, moved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.options = inputs[_MOVED + _INPUTS :]
+        ctx.save_for_backward(*inputs[:DIFFERENTIABLE], *inputs[_MOVED : _MOVED + _INPUTS])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        moved, operands = saved[:DIFFERENTIABLE], Operands(*saved[DIFFERENTIABLE:])
+        problem = AttentionProblem.of(operands, Options(*ctx.options))
+        found = _higher().tangents_derivative(problem, operands, moved, cotangents)
+        rest = len(ctx.needs_input_grad) - _MOVED - DIFFERENTIABLE
+        return *found[1], None, None, *found[0], *(None,) * rest
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        return _one_by_one(TangentFunction, info, in_dims, args), (0, 0)
 
 
 def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[Any, ...]:

@@ -187,6 +187,20 @@ CPU = [
         "return index.clamp(max=self.B * count - 1), count",
         "tests/test_quantize.py -k test_tokens_past_the_longest_length",
     ),
+    Planted(
+        "forward mode: only the last keys count to the mean of dS",
+        "forward",
+        "mu += dS.sum(-1, keepdim=True)",
+        "mu = dS.sum(-1, keepdim=True)",
+        "tests/conformance/test_derivatives.py -k several",
+    ),
+    Planted(
+        "gradients of operands and of their tangents change places",
+        "TangentFunction.backward",
+        "*found[1], None, None, *found[0]",
+        "*found[0], None, None, *found[1]",
+        "tests/conformance/test_derivatives.py -k gradients_of_tangents",
+    ),
 ]
 
 MASKS_AND_SCORES = [

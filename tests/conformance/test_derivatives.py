@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +95,22 @@ def test_of_every_option(name: str) -> None:
     assert gradgradcheck(call, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_of_one_input(name: str) -> None:
+    """A tangent alone gives what it gives beside tangents of 0, whose products are computed."""
+    call, inputs = CASES[name]()
+    inputs = tuple(x.detach() for x in inputs)
+    for i, x in enumerate(inputs):
+        tangents = [torch.zeros_like(x) for x in inputs]
+        tangents[i] = normal(generator(2), *x.shape, dtype=x.dtype).detach()
+
+        def of_one(x: Tensor, i: int = i) -> Any:
+            return call(*inputs[:i], x, *inputs[i + 1 :])
+
+        alone, beside = jvp(of_one, (x,), (tangents[i],)), jvp(call, inputs, tuple(tangents))
+        torch.testing.assert_close(alone, beside)
+
+
 X, T = (x.detach() for x in tensors((1, M, 4, 4), (1, M, 4, 4)))
 K, V = (x.detach() for x in tensors((1, N, 2, 4), (1, N, 2, 3)))
 COMPOSITIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
@@ -126,6 +143,23 @@ def test_compositions(name: str, options: dict[str, Any]) -> None:
         )
     )
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("options", CONSTANTS.values(), ids=CONSTANTS)
+def test_gradients_of_tangents(options: dict[str, Any]) -> None:
+    """A tangent is a function of the point and of the direction."""
+    g = generator(2)
+    points, directions = (
+        tuple(normal(g, *x.shape, dtype=x.dtype) for x in (X, K, V)) for _ in "pd"
+    )
+    found = []
+    for attend in (flashtile.attention, lambda *x, **o: attention_reference(*x, **o).out):
+
+        def along(x: tuple[Tensor, ...], t: tuple[Tensor, ...], attend: Call = attend) -> Tensor:
+            return jvp(lambda *y: attend(*y, **options).square().sum(), x, t)[1]
+
+        found.append(grad(along, argnums=(0, 1))(points, directions))
+    torch.testing.assert_close(*found)
 
 
 def test_dual_numbers_with_constants() -> None:
@@ -163,6 +197,46 @@ def test_precision(dtype: torch.dtype, backend: str) -> None:
         "qkv", got, reference(torch.float64), reference(dtype), strict=True
     ):
         assert_close(f"d{name}", x, truth, plain, dtype=dtype)
+
+
+TANGENTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "causal": ({"causal": True}, {}),
+    "softcap in a window": ({"softcap": 3.0, "window_size": (40, 5)}, {}),
+    "bias and sink": ({}, {"bias": (1, 4, 70, 90), "sink": (4,)}),
+    "rows without a key": ({"window_size": (-1, -50)}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TANGENTS)
+def test_precision_of_tangents(name: str, dtype: torch.dtype, backend: str) -> None:
+    """Forward mode along a direction of all inputs, by the rule."""
+    options, more = TANGENTS[name]
+    shapes = ((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 16), *more.values())
+    g = generator(0)
+    point, direction = (
+        tuple(normal(g, *shape, dtype=dtype).detach() for shape in shapes) for _ in range(2)
+    )
+
+    def along(attend: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            return attend(q, k, v, **options, **dict(zip(more, others, strict=True)))
+
+        primals, tangents = (tuple(x.to(dtype) for x in given) for given in (point, direction))
+        return jvp(call, primals, tangents)[1]
+
+    def reference(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        def attend(*args: Any, **given: Any) -> tuple[Tensor, Tensor]:
+            found = attention_reference(*args, compute_dtype=dtype, **given)
+            return found.out, found.lse.masked_fill(found.lse == -torch.inf, 0.0)
+
+        return along(attend, dtype)
+
+    ours = partial(flashtile.attention, backend=backend, return_lse=True)
+    for result, x, truth, plain in zip(
+        ("out", "lse"), along(ours, dtype), reference(torch.float64), reference(dtype), strict=True
+    ):
+        assert_close(result, x, truth, plain, dtype=dtype)
 
 
 def test_huge_scores_keep_their_sums() -> None:

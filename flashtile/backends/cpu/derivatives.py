@@ -1,18 +1,20 @@
-"""Derivatives of derivatives, and derivatives in forward mode, by PyTorch's own operations.
+"""Derivatives in forward mode, and derivatives of derivatives, by PyTorch's own operations on any
+device.
 
-A tile here is some queries of a segment with all keys that they see. PyTorch differentiates it as
-it is defined: the scores of `tiles.scores`, a softmax and a product with V. So every option, and
-every order and mode of differentiation, is a composition of `torch.func.vjp` with itself, on any
-device. Only one tile of scores exists at a time: memory is linear in the lengths.
+The first derivative in forward mode is the loop of `tangents.py`. For all others, a tile is some
+queries of a segment with all keys that they see. PyTorch differentiates it as it is defined: the
+scores of `tiles.scores`, a softmax and a product with V. So every option, and every order and mode
+of differentiation, is a composition of `torch.func.vjp` with itself. Only one tile of scores exists
+at a time: memory is linear in the lengths.
 
 The differentiable operands are a dict by name, `x`; gradients and tangents have the same names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +30,10 @@ from ...problem import (
     lse_dtype,
     lse_shape,
 )
+from . import tangents as in_tiles
 from .launch import tile_problem
-from .plan import Plan
+from .plan import PLAIN_BLOCK_N, Plan
+from .score_function import pushed
 from .segments import Segment, segments
 from .tiles import INFINITY, TileProblem, fold, keys_and_values, scores, unfold
 
@@ -39,22 +43,42 @@ Cotangents = tuple[Tensor, ...]  # of out, and of lse if somebody differentiates
 Tile = Callable[[Tensors], Cotangents]  # from x to the call's results, 0 in the rows of other tiles
 T = TypeVar("T")
 
-ROWS = 64  # of a tile, at least
+ROWS, TANGENT_ROWS = 64, 128  # of a tile, at least
 GPU_SCORES = 1 << 24  # of a tile on a GPU, if they are no fewer rows: it waits for the host
 NAMES = Operands._fields[:DIFFERENTIABLE]
 
 
-def tangents(problem: AttentionProblem, operands: Operands, moved: Optional) -> Cotangents:
+def tangents(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Optional
+) -> Cotangents:
     """The tangents of out and lse, from those of the operands, `moved`."""
     directions = _by_name(operands, moved)
-    x = _by_name(operands, operands)
-    start = {name: x[name] for name in directions}
+    along = operands._replace(**directions)
+    dtype = lse_dtype(operands.q.dtype)
+    keys = max(problem.N, 1) if operands.q.is_cuda else PLAIN_BLOCK_N
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    with operands.q.device:  # of index tensors
+        for segment, rows in _segments(problem, operands, TANGENT_ROWS):
+            plan = Plan("plain", dtype, rows, keys, ())
+            tp, tp_along = (tile_problem(problem, x, segment, plan) for x in (operands, along))
+            O, L = segment.queries(out).to(dtype), segment.rows(lse).to(dtype)
+            dO, dL = in_tiles.forward(tp, tp_along, set(directions), O, L)
+            segment.queries(dout).copy_(dO)
+            segment.rows(dlse).copy_(dL)
+    return dout, dlse
 
-    def of_tile(tile: Tile) -> Cotangents:
-        return _pushed(lambda y: tile(x | y), (start,), (directions,))
 
-    out, lse = _sum(of_tile, problem, operands, 2)
-    return out.to(operands.q.dtype), lse
+def tangents_derivative(
+    problem: AttentionProblem, operands: Operands, moved: Optional, cotangents: Cotangents
+) -> tuple[Optional, Optional]:
+    """The gradients of the operands and of `moved`, from the `cotangents` of `tangents`.
+
+    Tangents are linear in `moved`: their gradients are those of the first derivative. Those of the
+    operands are its derivative along `moved`, because second derivatives are symmetric.
+    """
+    still = tuple(map(torch.zeros_like, cotangents))
+    first, second = _along(problem, operands, cotangents, moved, still)
+    return _by_operand(operands, second), _by_operand(moved, first)
 
 
 def gradient_tangents(
@@ -65,15 +89,7 @@ def gradient_tangents(
     moved_cotangents: Cotangents,
 ) -> Optional:
     """The tangents of the first derivative, from those of the operands and of the cotangents."""
-    directions = _by_name(operands, moved)
-    x = _by_name(operands, operands)
-    start = {name: x[name] for name in directions}, _in_dtype(operands, cotangents)
-
-    def of_tile(tile: Tile) -> Tensors:
-        first = partial(_first_derivative, tile, x)
-        return _pushed(first, start, (directions, _in_dtype(operands, moved_cotangents)))
-
-    return _by_operand(operands, _sum(of_tile, problem, operands, len(cotangents)))
+    return _by_operand(operands, _along(problem, operands, cotangents, moved, moved_cotangents)[1])
 
 
 def second_derivative(
@@ -93,19 +109,29 @@ def second_derivative(
     return _by_operand(operands, dx), tuple(d.to(c.dtype) for d, c in pairs)
 
 
+def _along(
+    problem: AttentionProblem,
+    operands: Operands,
+    cotangents: Cotangents,
+    moved: Optional,
+    moved_cotangents: Cotangents,
+) -> tuple[Tensors, Tensors]:
+    """The first derivative and its tangents, by name."""
+    directions = _by_name(operands, moved)
+    x = _by_name(operands, operands)
+    start = {name: x[name] for name in directions}, _in_dtype(operands, cotangents)
+
+    def of_tile(tile: Tile) -> tuple[Tensors, Tensors]:
+        first = partial(_first_derivative, tile, x)
+        return pushed(first, start, (directions, _in_dtype(operands, moved_cotangents)))
+
+    return _sum(of_tile, problem, operands, len(cotangents))
+
+
 def _first_derivative(tile: Tile, fixed: Tensors, x: Tensors, cotangents: Cotangents) -> Tensors:
     """The gradients of all operands; `x` are those of which it is a function."""
     (gradients,) = vjp(tile, fixed | x)[1](cotangents)
     return gradients
-
-
-def _pushed(function: Callable[..., T], start: tuple[Any, ...], directions: tuple[Any, ...]) -> T:
-    """The derivative of `function` along `directions`: that of its pull-back, which is linear.
-    PyTorch does not nest its own forward mode.
-    """
-    result, pull, *_ = vjp(function, *start)
-    (moved,) = vjp(pull, tree_map(torch.zeros_like, result))[1](directions)
-    return moved
 
 
 def _by_name(operands: Operands, tensors: Optional) -> Tensors:
@@ -114,8 +140,8 @@ def _by_name(operands: Operands, tensors: Optional) -> Tensors:
     return {n: x.to(dtype) for n, x in zip(NAMES, tensors, strict=False) if x is not None}
 
 
-def _by_operand(operands: Operands, x: Tensors) -> Optional:
-    """`x` in the order and the dtypes of the operands."""
+def _by_operand(operands: Optional, x: Tensors) -> Optional:
+    """`x` in the order and the dtypes of the operands, or of their tangents."""
     named = zip(NAMES, operands, strict=False)
     return tuple(None if y is None else x[name].to(y.dtype) for name, y in named)
 
@@ -126,21 +152,28 @@ def _in_dtype(operands: Operands, cotangents: Cotangents) -> Cotangents:
 
 def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Operands, n: int) -> T:
     """The sum over the tiles, of which each has the first `n` of (out, lse)."""
+    with operands.q.device:  # of index tensors
+        total = of_tile(lambda x: _zeros(operands, x["q"])[:n])
+        for segment, step in _segments(problem, operands, ROWS):
+            for rows in segment.mask.query_tiles(step):
+                tile = partial(_tile, problem, operands, segment, rows, n)
+                total = tree_map(torch.add, total, of_tile(tile))
+    return total
+
+
+def _segments(
+    problem: AttentionProblem, operands: Operands, rows: int
+) -> Iterator[tuple[Segment, int]]:
+    """The segments of a call, each with the rows of a tile: more than `rows` on a GPU."""
     if operands.q.dtype in FLOAT8:
         raise NotImplementedError(
             f"q: got {dtype_name(operands.q.dtype)}, of which there are neither higher derivatives "
             "nor those in forward mode; expected float64, float32, bfloat16 or float16"
         )
-    with operands.q.device:  # of index tensors
-        total = of_tile(lambda x: _zeros(operands, x["q"])[:n])
-        for segment in segments(problem, operands):
-            count = len(range(problem.B)[segment.batch]) * len(range(problem.Hq)[segment.heads])
-            of_row = max(count * segment.mask.visibility.N, 1)
-            step = max(ROWS, GPU_SCORES // of_row if operands.q.is_cuda else 0)
-            for rows in segment.mask.query_tiles(step):
-                tile = partial(_tile, problem, operands, segment, rows, n)
-                total = tree_map(torch.add, total, of_tile(tile))
-    return total
+    for segment in segments(problem, operands):
+        count = len(range(problem.B)[segment.batch]) * len(range(problem.Hq)[segment.heads])
+        of_row = max(count * segment.mask.visibility.N, 1)
+        yield segment, max(rows, GPU_SCORES // of_row if operands.q.is_cuda else 0)
 
 
 def _zeros(operands: Operands, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.func import vjp
+from torch.utils._pytree import tree_map
 
 from ...problem import Operands, Options
 from ...score_mod.evaluate import add_to_captured, evaluate
 from ...score_mod.program import INDICES, Program, parsed
 from .segments import Indices, KeyRun, Segment
+
+T = TypeVar("T")
 
 # Shapes in which indices of sequences, query heads, queries and keys broadcast over a tile.
 _SHAPES = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
@@ -69,11 +74,36 @@ class TileFunction(NamedTuple):
                 add_to_captured(dcaptured, lines[name], _seen(found[gradient], dS, run), found)
         return _seen(found[self.derivative.result], dS, run).contiguous()
 
+    def tangent(
+        self, S: Tensor, dS: Tensor, dvalues: Tensor | None, rows: tuple[int, int], run: KeyRun
+    ) -> Tensor:
+        """The tangent of `scores(S)`, from those of S and of the captured values."""
+
+        def of(S: Tensor, values: Tensor | None) -> Tensor:
+            return self._replace(values=values).scores(S, rows, run)
+
+        if dvalues is None:
+            moved = pushed(lambda S: of(S, self.values), (S,), (dS,))[1]
+        else:
+            moved = pushed(of, (S, self.values), (dS, dvalues))[1]
+        return _seen(moved, dS, run).contiguous()
+
     def _inputs(self, S: Tensor, rows: tuple[int, int], run: KeyRun) -> dict[str, Tensor]:
         found = self.indices
         numbers = found.batch, found.heads, found.queries(*rows), found.keys(run)
         shaped = (x.view(shape) for x, shape in zip(numbers, _SHAPES, strict=True))
         return {"s": S, **dict(zip(INDICES, shaped, strict=True))}
+
+
+def pushed(
+    function: Callable[..., T], start: tuple[Any, ...], directions: tuple[Any, ...]
+) -> tuple[T, T]:
+    """A function's result and its derivative along `directions`: that of its pull-back, which is
+    linear. PyTorch does not nest its own forward mode.
+    """
+    result, pull, *_ = vjp(function, *start)
+    (moved,) = vjp(pull, tree_map(torch.zeros_like, result))[1](directions)
+    return result, moved
 
 
 def _seen(gradient: Tensor, dS: Tensor, run: KeyRun) -> Tensor:
