@@ -2,8 +2,8 @@
 
 A kernel takes seconds to compile. So `compiled_kernels.txt` keeps a line for each one that the
 tests compile: Triton's release, the device, the kernel, a key and a report. The key is a hash of
-everything that the compiler sees: a kernel whose key has a line is not compiled again. One in
-`CHECKED` compiles always and must equal its line. `make compiled` writes the file anew.
+everything that changes what is compiled: a kernel whose key has a line is not compiled again. One
+in `CHECKED` compiles always and must equal its line. `make compiled` writes the file anew.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import os
 import re
 import subprocess
 import tempfile
+import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,8 @@ from configurations import FULL
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import JITCallable, create_function_from_signature
+from triton.runtime import jit
+from triton.runtime.jit import DependenciesFinder, JITCallable, create_function_from_signature
 
 from flashtile.gpu.launch import Launch, precompute_key
 
@@ -34,8 +37,32 @@ FILE = Path(__file__).with_suffix(".txt")
 # Where each process writes its lines of a new file, in which case it reads no old ones.
 PARTS = os.environ.get("FLASHTILE_COMPILED")
 
-# Triton's hash of a function includes its line number, which changes nothing that is compiled.
+
+def without_comments(source: str) -> str:
+    """Source text without comments, docstrings and empty lines."""
+    lines, before = source.splitlines(), tokenize.NEWLINE
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        (row, column), (last_row, _) = token.start, token.end
+        if token.type == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column]
+        elif token.type == tokenize.STRING and before in (tokenize.INDENT, tokenize.NEWLINE):
+            lines[row - 1 : last_row] = [""] * (last_row + 1 - row)
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+class _Finder(DependenciesFinder):
+    """Finds what goes into the hash of a function."""
+
+    def __init__(self, *, src: str, **names: Any) -> None:
+        super().__init__(src=without_comments(src), **names)
+
+
+# Triton's hash of a function includes its line number, comments and docstring, which change nothing
+# that is compiled.
 JITCallable.starting_line_number = property(lambda self: 0, lambda self, number: None)
+jit.DependenciesFinder = _Finder
 
 
 class Device(NamedTuple):
@@ -114,7 +141,7 @@ def report(launch: Launch, device: str = "sm_90") -> Report:
 
 
 def key(launch: Launch, device: str = "sm_90") -> str:
-    """A hash of everything that the compiler sees. Launches with the same key share a kernel."""
+    """A hash of what changes the compiled kernel. Launches with the same key share a kernel."""
     precompute_key(launch.kernel)
     source, options = _specialized(launch, device)
     options.pop("extern_libs")  # paths, of files that belong to the release

@@ -84,6 +84,8 @@ def test_another_device_has_another_key(launch_of: Any):
     "change",
     [
         {"old": "STEP =", "new": "# A comment\n\n\nSTEP ="},
+        {"old": "return x", "new": "# (BLOCK,)\n\n    return x"},
+        {"old": "return x", "new": '"""A docstring\n\n    of lines."""\n    return x'},
         {"old": "def some", "new": "def never_called(x):\n    return x\n\n@triton.jit\ndef some"},
         {"n": 7},
     ],
