@@ -1,8 +1,9 @@
 """``flash_attn.flash_attn_interface`` of FlashAttention-2, with all names that other projects
 import from it.
 
-The private functions have FlashAttention-2's positional order, keywords and results. The public
-functions are those of `flash_attn_interface`, except that `return_attn_probs` returns S_dmask
+The private functions have FlashAttention-2's positional order, keywords and results; each passes
+all its arguments on by name, as ``locals()``. The public functions are those of
+`flash_attn_interface`, except that `return_attn_probs` returns S_dmask
 (`flash_attn_2_cuda.s_dmask`; empty without dropout) instead of probabilities. `flash_attn_2_cuda`
 lists the differences from FlashAttention-2.
 
@@ -58,23 +59,7 @@ def _flash_attn_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.fwd`."""
-    return tuple(
-        flash_attn_gpu.fwd(
-            q,
-            k,
-            v,
-            None,
-            alibi_slopes,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size_left,
-            window_size_right,
-            softcap,
-            return_softmax,
-            generator,
-        )
-    )
+    return tuple(flash_attn_gpu.fwd(out=None, **locals()))
 
 
 def _flash_attn_varlen_forward(
@@ -102,32 +87,7 @@ def _flash_attn_varlen_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.varlen_fwd`."""
-    return tuple(
-        flash_attn_gpu.varlen_fwd(
-            q,
-            k,
-            v,
-            None,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            leftpad_k,
-            block_table,
-            alibi_slopes,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            zero_tensors,
-            causal,
-            window_size_left,
-            window_size_right,
-            softcap,
-            return_softmax,
-            generator,
-            num_splits,
-        )
-    )
+    return tuple(flash_attn_gpu.varlen_fwd(out=None, **locals()))
 
 
 def _flash_attn_backward(
@@ -151,27 +111,7 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """Write the gradients into dq, dk and dv; returns softmax_d of `flash_attn_2_cuda.bwd`."""
-    return flash_attn_gpu.bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        alibi_slopes,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-        None,
-        rng_state,
-    )[3]
+    return flash_attn_gpu.bwd(**locals())[3]
 
 
 def _flash_attn_varlen_backward(
@@ -202,32 +142,7 @@ def _flash_attn_varlen_backward(
     """Write the gradients into dq, dk and dv; returns softmax_d of
     `flash_attn_2_cuda.varlen_bwd`.
     """
-    return flash_attn_gpu.varlen_bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        zero_tensors,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-        None,
-        rng_state,
-    )[3]
+    return flash_attn_gpu.varlen_bwd(**locals())[3]
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward
@@ -263,48 +178,25 @@ flash_attn_varlen_qkvpacked_func = _returning_s_dmask(ours.flash_attn_varlen_qkv
 flash_attn_with_kvcache = ours.flash_attn_with_kvcache
 
 
-def _applying(function: Callable[..., Any], parameters: int) -> Any:
-    """``apply`` of an autograd class: takes the function's parameters, then `is_grad_enabled`."""
+def _class_of(name: str, function: Callable[..., Any], parameters: int) -> Any:
+    """A class whose ``apply`` takes the function's parameters, then `is_grad_enabled`."""
 
     def apply(*args: Any) -> Any:
         is_grad_enabled = args[parameters] if len(args) > parameters else True
         with torch.set_grad_enabled(is_grad_enabled and torch.is_grad_enabled()):
             return function(*args[:parameters])
 
-    return staticmethod(apply)
+    text = f"`{function.__name__}` as the ``apply`` of a class, with positional arguments."
+    return type(name, (), {"__doc__": text, "__module__": __name__, "apply": staticmethod(apply)})
 
 
-class FlashAttnFunc:
-    """`flash_attn_func` as the ``apply`` of a class, with positional arguments."""
-
-    apply = _applying(flash_attn_func, 11)
-
-
-class FlashAttnKVPackedFunc:
-    """`flash_attn_kvpacked_func`, as `FlashAttnFunc`."""
-
-    apply = _applying(flash_attn_kvpacked_func, 10)
-
-
-class FlashAttnQKVPackedFunc:
-    """`flash_attn_qkvpacked_func`, as `FlashAttnFunc`."""
-
-    apply = _applying(flash_attn_qkvpacked_func, 9)
-
-
-class FlashAttnVarlenFunc:
-    """`flash_attn_varlen_func`, as `FlashAttnFunc`."""
-
-    apply = _applying(flash_attn_varlen_func, 16)
-
-
-class FlashAttnVarlenKVPackedFunc:
-    """`flash_attn_varlen_kvpacked_func`, as `FlashAttnFunc`."""
-
-    apply = _applying(flash_attn_varlen_kvpacked_func, 14)
-
-
-class FlashAttnVarlenQKVPackedFunc:
-    """`flash_attn_varlen_qkvpacked_func`, as `FlashAttnFunc`."""
-
-    apply = _applying(flash_attn_varlen_qkvpacked_func, 11)
+FlashAttnFunc = _class_of("FlashAttnFunc", flash_attn_func, 11)
+FlashAttnKVPackedFunc = _class_of("FlashAttnKVPackedFunc", flash_attn_kvpacked_func, 10)
+FlashAttnQKVPackedFunc = _class_of("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func, 9)
+FlashAttnVarlenFunc = _class_of("FlashAttnVarlenFunc", flash_attn_varlen_func, 16)
+FlashAttnVarlenKVPackedFunc = _class_of(
+    "FlashAttnVarlenKVPackedFunc", flash_attn_varlen_kvpacked_func, 14
+)
+FlashAttnVarlenQKVPackedFunc = _class_of(
+    "FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func, 11
+)
