@@ -15,9 +15,8 @@ from ..call.layouts import DENSE, Packed
 from ..call.options import Float8Options, PaddedMaskOptions, accepts, refuse_unknown
 from ..call.prepare import outside_of_graphs, prepare, read, with_dropout_seed
 from ..operators import ops
-from ..ops.quantize.formula import Recipe, dequantized
+from ..ops.quantize.formula import Recipe, Rows, dequantized
 from ..ops.quantize.hadamard import rotation
-from ..ops.quantize.rows import Rows
 from ..problem import (
     DIFFERENTIABLE,
     FLOAT8_KEY_BLOCK,

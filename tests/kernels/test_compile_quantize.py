@@ -17,9 +17,8 @@ from compiled_kernels import DEVICES, report
 
 from flashtile.gpu.launch import Launch
 from flashtile.ops.quantize import kernel as quantize
-from flashtile.ops.quantize.formula import Recipe, keys_adjacent_like
+from flashtile.ops.quantize.formula import Recipe, Rows, keys_adjacent_like
 from flashtile.ops.quantize.op import Given, Rotary, config_of, tensors_of
-from flashtile.ops.quantize.rows import Rows
 
 from .spills import ALLOWED_IN_QUANTIZING
 

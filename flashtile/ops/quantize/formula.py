@@ -7,6 +7,7 @@ Source: FlashAttention-3 (Shah et al. 2024), section 3.3; the smoothing of K is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from .hadamard import rotation
-from .rows import Rows, per_block
 
 E4M3 = torch.float8_e4m3fn
 
@@ -155,3 +155,63 @@ def dequantized(x: Tensor, descale: Tensor, rows: Rows, block: int, dtype: torch
     tokens = x.float().reshape(-1, *x.shape[-2:])
     factors = token_factors(descale, rows, block, tokens.shape[1])
     return (tokens * factors).to(dtype).view(x.shape)
+
+
+# The sequence and the block that every token belongs to, dense or packed.
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens in memory order."""
+
+    count: int  # tokens
+    cu_seqlens: Tensor | None
+    B: int
+    longest: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor, cu_seqlens: Tensor | None, longest: int) -> Rows:
+        """Rows of `x` (batch, longest, heads, head_dim), or packed (tokens, heads, head_dim)."""
+        if cu_seqlens is None:
+            return cls(x.shape[0] * longest, None, x.shape[0], longest, x.device)
+        return cls(x.shape[0], cu_seqlens, cu_seqlens.shape[0] - 1, longest, x.device)
+
+    @property
+    def sequence(self) -> Tensor:
+        """(tokens,) int64, the sequence of each token; B for a token of no sequence."""
+        if self.cu_seqlens is None:
+            return self._token // max(self.longest, 1)
+        found = torch.searchsorted(self.cu_seqlens[1:].contiguous(), self._token, right=True)
+        number = self._token - self.cu_seqlens.long()[found]
+        return found.masked_fill(number >= self.longest, self.B)
+
+    @property
+    def number(self) -> Tensor:
+        """(tokens,) int64, the index of each token in its sequence."""
+        if self.cu_seqlens is None:
+            return self._token % max(self.longest, 1)
+        return self._token - self.cu_seqlens.long()[self.sequence]
+
+    @property
+    def _token(self) -> Tensor:
+        return torch.arange(self.count, device=self.device)
+
+    def blocks(self, size: int) -> tuple[Tensor, int]:
+        """(index, count): the block of `size` rows that each token belongs to, counted over all
+        sequences, and the number of blocks of a sequence. Tokens of no sequence belong to one
+        additional last block.
+        """
+        count = -(-self.longest // size)
+        sequence = self.sequence
+        index = sequence * count + self.number // size
+        return index.masked_fill(sequence == self.B, self.B * count), count
+
+
+def per_block(x: Tensor, index: Tensor, blocks: int, how: str) -> Tensor:
+    """Reduce rows of `x` (tokens, ...) by block: (blocks, ...). `how` is "mean", or "amax" for
+    non-negative numbers.
+    """
+    found = x.new_zeros(blocks + 1, *x.shape[1:])  # the last block has the tokens of no sequence
+    index = index.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
+    return found.scatter_reduce_(0, index, x, how, include_self=how == "amax")[:blocks]
