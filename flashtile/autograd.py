@@ -19,7 +19,7 @@ from torch.autograd.forward_ad import unpack_dual
 from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
-from .gpu.next_pass import followed_by
+from .gpu.described import followed_by
 from .operators import library, ops, register_fake
 from .problem import (
     DIFFERENTIABLE,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gpu.absent import capability_of, current_target
+from .gpu.described import capability_of, current_target
 from .lru import memoised
 from .masks import BlockMask, Chunk, Window, structure
 from .score_mod import parsed

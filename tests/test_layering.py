@@ -63,7 +63,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("problem",),
     ("score_mod",),
     ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
-    ("gpu.absent", "current_layout", "kernel_hints", "operators"),
+    ("gpu.described", "current_layout", "kernel_hints", "operators"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.

@@ -15,7 +15,7 @@ from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.cli import in_processes, model_calls, warmup
 from flashtile.cli.model_calls import Layer, layers_of
-from flashtile.gpu.absent import TARGETS, current_target
+from flashtile.gpu.described import TARGETS, current_target
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem
 from flashtile_command import main

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from .. import autograd
 from ..backend_interface import PreparedForward
-from ..gpu.absent import current_target
+from ..gpu.described import current_target
 from ..operators import ops
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages

@@ -19,7 +19,7 @@ from ..backends import BACKENDS
 from ..call import dispatch
 from ..call.layouts import Dense
 from ..call.prepare import describe
-from ..gpu.absent import TARGETS, AbsentGpu
+from ..gpu.described import TARGETS, AbsentGpu
 from ..gpu.hardware import TRITON_IS_INSTALLED
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress

@@ -24,9 +24,8 @@ from ..autograd import is_batched
 from ..backend_interface import Gradients
 from ..call import dispatch
 from ..dropout import BLOCK_KEYS
-from ..gpu.absent import AbsentGpu, representing
+from ..gpu.described import AbsentGpu, followed_by, representing
 from ..gpu.hardware import multiprocessors
-from ..gpu.next_pass import followed_by
 from ..lru import Memo
 from ..masks import Span
 from ..ops.merge.formula import merge

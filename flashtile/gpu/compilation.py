@@ -19,9 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ..lru import Memo
-from .absent import AbsentGpu, current_target, representing
+from .described import AbsentGpu, current_target, launches_of_next_pass, representing
 from .launch import Launch, precompute_key
-from .next_pass import launches_of_next_pass
 
 # The variants that have been compiled by this process. Later calls do not start threads for them.
 _known: Memo[Any, bool] = Memo(4096)

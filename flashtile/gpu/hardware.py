@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..lru import memoised
-from .absent import current_target
+from .described import current_target
 
 # Whether `import triton` would work, without importing it. Evaluated once at import, because
 # torch.compile cannot trace the search.

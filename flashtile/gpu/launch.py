@@ -21,7 +21,7 @@ from torch import Tensor
 from triton import knobs
 
 from ..lru import memoised
-from .absent import current_target
+from .described import current_target
 
 
 class Launch(NamedTuple):

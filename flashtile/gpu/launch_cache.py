@@ -28,9 +28,9 @@ from triton.runtime import driver
 
 from ..lru import Memo, memoised
 from .compilation import compile_together
+from .described import described_launches
 from .launch import Launch, ordered
 from .memory import NewTensor
-from .next_pass import described
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
 # Faster than `torch.cuda.current_device`, which starts CUDA. A tensor on a GPU shows that it runs.
@@ -210,7 +210,7 @@ def _kind_of(x: Tensor | None) -> Any:
 
 def _launched(launches: Sequence[Launch], kind: Any) -> list[Any]:
     """Launch and return the compiled kernels; None for an empty grid and under the interpreter."""
-    found = described()
+    found = described_launches()
     if found is not None:
         found += launches
         return [None] * len(launches)

@@ -20,8 +20,7 @@ from triton import knobs
 
 from flashtile import attention, attention_varlen, clear_caches
 from flashtile.distributed import ContextParallel
-from flashtile.gpu import compilation, launch_cache
-from flashtile.gpu import next_pass as next_pass_module
+from flashtile.gpu import compilation, described, launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.gpu.launch_cache import run_all
 
@@ -250,9 +249,9 @@ def test_after_an_interrupt_passes_are_launched_again():
     def next_pass() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), next_pass_module.followed_by(next_pass):
-        next_pass_module.launches_of_next_pass()
-    assert next_pass_module.described() is None
+    with pytest.raises(KeyboardInterrupt), described.followed_by(next_pass):
+        described.launches_of_next_pass()
+    assert described.described_launches() is None
 
 
 def test_an_error_of_the_next_pass_is_its_own(driver, monkeypatch):
@@ -263,7 +262,7 @@ def test_an_error_of_the_next_pass_is_its_own(driver, monkeypatch):
         call((failing, failing), x, n=7)
         raise ValueError("cannot be described further")
 
-    with driver.launches() as made, next_pass_module.followed_by(next_pass):
+    with driver.launches() as made, described.followed_by(next_pass):
         call(both, x)
     assert sizes(made) == [2, 3]
     with pytest.raises(triton.CompilationError, match="the second kernel is wrong"):

@@ -24,7 +24,7 @@ from triton.runtime import driver
 
 from flashtile import clear_caches
 from flashtile.cli import model_calls, warmup
-from flashtile.gpu.absent import current_target
+from flashtile.gpu.described import current_target
 from flashtile.gpu.launch import read_kernels_folder
 from flashtile_command import main
 

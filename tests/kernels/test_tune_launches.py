@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends.triton import launch, plan
 from flashtile.cli import tune
-from flashtile.gpu.absent import TARGETS, current_target
+from flashtile.gpu.described import TARGETS, current_target
 
 
 @pytest.mark.parametrize("name", ["sm_86", "sm_90"])

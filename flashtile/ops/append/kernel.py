@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...gpu.absent import capability_of
+from ...gpu.described import capability_of
 from ...gpu.hardware import has_tma
 from ...gpu.intrinsics import let_next_kernel_start
 from ...gpu.launch import Launch

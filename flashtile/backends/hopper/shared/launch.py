@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from ....gpu.absent import current_target
+from ....gpu.described import current_target
 from ....gpu.rows import at_boundary, is_aligned
 from ....lru import Memo, memoised
 from ....problem import Operands
