@@ -19,7 +19,7 @@ from .shapes import Case
 def compile_ahead(cases: Sequence[Case], settings: Settings, processes: int) -> float:
     """Run every peer and pass of `cases` once, in `processes` new processes; returns the seconds.
 
-    Failures are not reported, because the measurement meets them again.
+    Failures are not reported, because they occur again in the measurement.
     """
     start = time.monotonic()
     single = [

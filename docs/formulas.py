@@ -1,7 +1,9 @@
 """Formulas as SVG, drawn by ziamath when the site is built.
 
-A reader needs no script, no network and no math font. MathJax and KaTeX want the first two, and
-MathML looks wrong without the last.
+A reader needs no script, no network and no math font. MathML looks wrong without the font. MathJax
+and KaTeX need a script, and a copy of it with its fonts for a site that works offline: no package
+that is still maintained has one (2026-11: sphinx-mathjax-offline ended in 2022, sphinxcontrib-katex
+has no fonts and draws in advance only with Node). This file is shorter than such a copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Draws the pictures of docs/masks-and-scores.md, each by the call that stands beside it.
+"""Draws the pictures of docs/masks-and-scores.md, each from the call beside it.
 
-A row of the page's tables has a picture and the arguments of a call. The page's own code defines
-the names in them, and the picture shows the probabilities that the call returns.
+A row of the page's tables has a picture, the arguments of a call, and words. The page's own code
+defines the names in the arguments, and the picture shows the probabilities that the call returns.
+sphinx-gallery and Matplotlib's plot directive draw one picture for each script, without such rows.
 """
 
 from __future__ import annotations

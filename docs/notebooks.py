@@ -3,6 +3,9 @@
 An example is a script whose cells begin with `# %%`. Editors run it cell by cell, Python runs it as
 a whole, and this module writes docs/examples/*.md, whose code the build executes, and
 docs/examples/*.ipynb, which the pages offer for download.
+
+jupytext does the work. MyST-NB would start a Jupyter kernel, and import PyTorch, for each page, and
+reads only scripts inside docs; sphinx-gallery takes the text of cells as reStructuredText.
 """
 
 from __future__ import annotations

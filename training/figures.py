@@ -218,7 +218,7 @@ def points_of(asked: argparse.Namespace) -> list[Point]:
 def compile_ahead(points: Sequence[Point], plan: Plan, processes: int) -> None:
     """Run one layer of every point once, so that the kernels are in the caches on disk.
 
-    Failures are not reported, because the measurement meets them again.
+    Failures are not reported, because they occur again in the measurement.
     """
     attentions = tuple(name for name in plan.attentions if name in COMPILED)
     quick = replace(plan, attentions=attentions, rounds=1, steps=0)

@@ -184,8 +184,8 @@ def compile_ahead(
     """Run every job once on every tree, in `processes` processes at a time for all trees together,
     so that the kernels are in the cache on disk; returns how many of these runs ended.
 
-    A failure here is not reported, because the measurement meets it again. What is left at
-    `deadline` (of `time.monotonic`) is not run.
+    A failure here is not reported, because it occurs again in the measurement. Jobs that remain at
+    `deadline` (of `time.monotonic`) are not run.
     """
     waiting = {tree.name: deque(_kernels_first(jobs)) for tree in trees}
     count = max(processes, len(trees))

@@ -274,7 +274,7 @@ class CostModel:
         return [group * ulysses + inner for group in chosen for inner in sorted(members.values())]
 
     def _shards(self, ulysses: int) -> tuple[ShardMap, ShardMap]:
-        """Who owns which queries and keys, when neighbours hold theirs together."""
+        """The owners of queries and keys, if neighbouring ranks share theirs."""
         if ulysses not in self._merged:
             groups = [range(a, a + ulysses) for a in range(0, self.ranks, ulysses)]
             queries = merged(self.queries, groups)

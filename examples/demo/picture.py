@@ -126,8 +126,8 @@ def _draw_loss(axis: Any, loss: model_checks.Loss) -> None:
 
 def _draw_continuation(axis: Any, results: Results) -> None:
     axis.axis("off")
-    same = "the same tokens, each way" if results.continuation.passed else "the tokens DIFFER"
-    axis.set_title(f"Writing on through the key-value cache:\n{same}", fontsize=11)
+    same = "all three write the same tokens" if results.continuation.passed else "the tokens DIFFER"
+    axis.set_title(f"Greedy generation with the key-value cache:\n{same}", fontsize=11)
     axis.text(0.02, 0.94, f"... {results.prompt}", color="gray", **_prose(axis))
     axis.text(
         0.02, 0.86, "\n".join(results.continuation_text.strip().splitlines()[:9]), **_prose(axis)
@@ -147,7 +147,7 @@ def _prose(axis: Any) -> dict[str, Any]:
 
 
 def _draw_packed(axis: Any, packed: model_checks.Packed) -> None:
-    """The time of each way, with the number of tokens that it computes."""
+    """The time of each implementation, with the number of tokens that it computes."""
     rows = []
     for way, seconds in packed.seconds.items():
         computed = packed.real if way == model_checks.PACKED_ROW else packed.padded
