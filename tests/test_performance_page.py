@@ -33,7 +33,8 @@ def test_the_first_page_is_short_and_says_when() -> None:
 
 
 NUMBER = re.compile(
-    r"\b\d[\d.]* to \d+\.\d|\b0\.\d|\b\d[\d.,]* (?:times|×|%|ns|µs|ms|TFLOP/s|MiB|GiB|tokens/s)"
+    r"\b\d[\d.]* to \d+\.\d|\b0\.\d"
+    r"|\b\d[\d.,]* (?:times|×|%|ns|µs|ms|s\b|TFLOP/s|MiB|GiB|tokens/s|tokens a second)"
 )
 
 
