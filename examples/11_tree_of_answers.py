@@ -2,10 +2,10 @@
 # # Train on a tree of answers to one prompt
 #
 # Reinforcement learning and tree search sample many answers that share their first part: a prompt,
-# and then steps that several answers have in common. `flashtile.fold` makes a tree of them, in
-# which every shared token is there once, and a mask by which each token sees its own answer. This
-# example compares loss and gradients with the answers as separate sequences, on PyTorch's own
-# attention, in float64, where only rounding errors may differ.
+# and then steps that several answers have in common. `flashtile.fold` makes a tree in which
+# every shared token occurs once, and a mask that lets each token see only its own answer. This
+# example compares loss and gradients with those of separate sequences on PyTorch's own attention,
+# in float64, where only rounding errors may differ.
 
 # %%
 import torch
@@ -19,8 +19,8 @@ torch.manual_seed(0)
 VOCABULARY, WIDTH, HEADS = 32, 64, 4
 
 # %% [markdown]
-# A prompt of 40 tokens with two first steps; the first of them has three continuations, the second
-# one two. The rollouts are ordinary sequences of tokens; `fold` finds what they share.
+# A prompt of 40 tokens has two first steps; the first step has three continuations, the second has
+# two. The rollouts are ordinary sequences of tokens; `fold` finds what they share.
 
 # %%
 prompt, A, B = (torch.randint(VOCABULARY, (length,)) for length in (40, 12, 20))
@@ -78,7 +78,7 @@ def tree_loss(model):
 
 # %%
 def separate_loss(model):
-    """The weighted log-probabilities, with the shared tokens computed again and again."""
+    """The weighted log-probabilities, with the shared tokens computed several times."""
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

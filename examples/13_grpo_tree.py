@@ -2,8 +2,8 @@
 # # GRPO on a tree of answers, with TRL
 #
 # `GRPOTrainer` samples several answers to each prompt and computes the prompt again with every
-# answer. `flashtile.fold` puts the batch into one row in which each shared token is there once, and
-# the model gets the tree as `rollouts=`. Loss and gradients stay those of the separate sequences.
+# answer. `flashtile.fold` puts the batch into one row in which each shared token occurs once, and
+# the model gets the tree as `rollouts=`. Loss and gradients equal those of separate sequences.
 # This example trains a tiny Llama with random weights, so it downloads nothing. Needs Python 3.11
 # and `pip install ".[examples]"` in a copy of the repository.
 
@@ -58,7 +58,7 @@ class TreeGRPOTrainer(GRPOTrainer):
 
 
 # %% [markdown]
-# A task for a model with random weights: answers with many "tile" are better.
+# This task suits a model with random weights: answers with more "tile" are better.
 
 # %%
 WORDS = ["every", "tile", "of", "a", "row", "has", "one", "maximum", "and", "its", "own", "sum"]
@@ -109,8 +109,8 @@ trainer = TreeGRPOTrainer(
 )
 
 # %% [markdown]
-# Loss and gradients of a batch of 16 answers, beside those that TRL computes from the 16 sequences
-# with PyTorch's own attention ("sdpa"). In float64 only rounding errors may differ.
+# Loss and gradients of a batch of 16 answers are compared with those that TRL computes from the 16
+# sequences with PyTorch's own attention ("sdpa"). In float64 only rounding errors may differ.
 
 # %%
 model = trainer.model
@@ -149,7 +149,7 @@ print(f"16 answers to 2 prompts: {padded} tokens with padding, {trainer.computed
 print(f"{len(ours)} gradients are those of the separate sequences")
 
 # %% [markdown]
-# Training. Random answers have a reward of 1/14.
+# Now train. Random answers have a reward of 1/14.
 
 # %%
 model.float()
