@@ -129,6 +129,11 @@ class Options(NamedTuple):
     backend: str = ""
 
     @property
+    def has_indexed_scores(self) -> bool:
+        """Whether a score function reads more than the score: indices or captured numbers."""
+        return bool(self.score_mod) and not parsed(self.score_mod).reads_only_score
+
+    @property
     def facts(self) -> tuple[Window | Chunk, ...]:
         """The mask rules: none if every query sees all keys."""
         return structure(self.window_left, self.window_right, self.attention_chunk)

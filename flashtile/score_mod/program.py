@@ -94,6 +94,16 @@ class Program:
             return Program((), self.result)
         return Program(self.lines, reads[-1], tuple((x, x) for x in reads)).without_unused()
 
+    @property
+    def reads_only_score(self) -> bool:
+        """Whether it reads neither indices nor captured numbers: then it does not matter where a
+        score is.
+        """
+        return all(
+            line.op not in (VALUES, INTEGERS) and not set(line.names) & set(INDICES)
+            for line in self.lines
+        )
+
     def without_unused(self) -> Program:
         """The program without the lines whose results nobody reads."""
         needed = {self.result, *(x for pair in self.captured for x in pair)}

@@ -15,6 +15,8 @@ from flashtile.masks import Positions, Span
 from flashtile.problem import Operands, Options
 from flashtile.testing import attention_reference, cu_seqlens, generator, normal, qkv
 
+from .score_functions import FUNCTIONS, described
+
 M, N = 420, 450  # of both whole sequences
 Spans = tuple[Span, ...]
 
@@ -35,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0, "causal": True},
     "causal chunk": {"attention_chunk": 100, "causal": True},
     "sink": {"sink": normal(generator(0), 2), "causal": True},
+    "score function": {"score_mod": FUNCTIONS["softcap"], "causal": True},
 }
 
 
@@ -74,7 +77,8 @@ def part_call(parts: str, option: str, D: int, seed: int, **more: Any) -> PartCa
     """A call of `PIECES` and `OPTIONS`, with two query heads and one key head."""
     given, sides = OPTIONS[option], list(zip(*PIECES[parts], strict=True))
     whole = qkv(generator(seed), B=2, M=M, N=N, Hq=2, Hk=1, D=D, dtype=torch.bfloat16)
-    operands, options = describe(whole, Dense(), given | more)
+    make = described if "score_mod" in given else describe
+    operands, options = make(whole, Dense(), given | more)
     indices = [
         torch.tensor([(b, i) for b, spans in enumerate(side) for s in spans for i in range(*s)])
         for side in sides

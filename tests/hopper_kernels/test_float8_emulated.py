@@ -20,7 +20,7 @@ from flashtile.backends.hopper.float8.launch import config_of, float8_launch
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.forward.launch import outputs, tile_list, with_list
 from flashtile.call.layouts import Dense, Packed
-from flashtile.call.prepare import describe
+from flashtile.call.prepare import describe, read
 from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, Operands, Options
@@ -37,6 +37,7 @@ from flashtile.testing import (
 
 from . import emulator
 from .inputs import packed_inputs
+from .score_functions import FUNCTIONS
 from .test_forward_emulated import PROGRAMS, allocate, inline_asm, warpgroup_mma
 
 E4M3 = torch.float8_e4m3fn
@@ -125,7 +126,7 @@ def dense(
     small = quantize_qkv(q, k, v, scales=scales)
     tensors = [strided(x, style) for x in small[:3]] if style else list(small[:3])
     named = given | descales(small)
-    got = emulate(*describe(tensors, Dense(), named), seed)
+    got = emulate(*describe(*read(tuple(tensors), Dense(), named)), seed)
     cpu = flashtile.attention(*tensors, **named, return_lse=True)
     reference = partial(attention_reference, *tensors, **named)
     compare(
@@ -162,6 +163,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "left": {"window_size": (33, -1)},
     "softcap": {"softcap": 3.0, "causal": True},
     "negative scale": {"softmax_scale": -0.1, "causal": True},
+    "score function": {"score_mod": FUNCTIONS["softcap"], "softmax_scale": -0.2, "causal": True},
+    "score function of a softcap": {"score_mod": lambda s, b, h, i, j: s + s * s, "softcap": 2.0},
 }
 
 

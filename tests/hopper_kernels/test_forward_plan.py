@@ -169,9 +169,17 @@ def test_what_a_score_function_does_not_meet():
     assert "captures" in refusals(**given)[0]
     assert "dropout" in refusals(score_mod=program, dropout_p=0.1)[0]
     assert "parts" in refusals(score_mod=program, first_head=2)[0]
+    of_score = described(lambda s, b, h, i, j: s * s, torch.float32, NUMBERS.device).program
+    assert not refusals(score_mod=of_score, first_head=2)
     q = torch.empty(1, 300, 2, 64, dtype=torch.float8_e4m3fn, device="meta")
     call = AttentionProblem.of(Operands(q, q, q), Options(300, 300, 1.0, score_mod=program))
-    assert "a score_mod (not in float8 on this backend)" in float8_reasons(call)
+    reasons = {
+        text: float8_reasons(call._replace(options=call.options._replace(score_mod=text)))
+        for text in (program, of_score)
+    }
+    reason = "a score_mod that reads more than the score (not in float8 on this backend)"
+    assert reason in reasons[program]
+    assert not any("score_mod" in x for x in reasons[of_score])
 
 
 def test_tiles_of_score_functions():

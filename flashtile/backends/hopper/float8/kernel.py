@@ -61,6 +61,7 @@ from ..shared.schedule import (
     kind_of_keys,
 )
 from ..shared.softmax import (
+    Place,
     Score,
     lazy_max,
     linear_scale,
@@ -363,7 +364,8 @@ class Float8Math:
         scaled = Score(
             unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr, None
         )
-        return scores_log2(s, 0, rows.slope, None, scaled, cfg), linear_scale(scaled, cfg)
+        place = Place(0, 0, 0, 0)  # a score function reads only the score
+        return scores_log2(s, 0, rows.slope, place, scaled, cfg), linear_scale(scaled, cfg)
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):

@@ -56,7 +56,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
         "block_mask": problem.block_tile is not None,
         "a mask of spans": problem.spans > 0,
         "gradients": problem.needs_grad,
-        "a score_mod": bool(problem.options.score_mod),
+        "a score_mod that reads more than the score": problem.options.has_indexed_scores,
         "a dense batch with lengths": problem.layout == "dense" and problem.has_lengths,
     }
     where = "not in float8 on this backend"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from ..shared.span_lists import (
 )
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
+
+Config = TypeVar("Config", bound=KernelConfig)
 
 
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
@@ -108,8 +110,12 @@ def run_forward(
 
 
 def config_of(problem: AttentionProblem) -> KernelConfig:
-    """The plan of a call; its kernel calls the score function."""
-    config = plan(problem)
+    """The plan of a call."""
+    return with_score_mod(plan(problem), problem)
+
+
+def with_score_mod(config: Config, problem: AttentionProblem) -> Config:
+    """A plan whose kernel calls the score function."""
     if not problem.options.score_mod:
         return config
     return replace(

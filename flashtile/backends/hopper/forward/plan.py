@@ -369,7 +369,8 @@ def _score_mod_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append("gradients of what a score_mod captures (not on this backend)")
     if options.dropout_p > 0:
         reasons.append("dropout with a score_mod (not on this backend)")
-    if problem.runs or problem.has_sequences or problem.is_partial or options.first_head:
+    is_part = problem.runs or problem.has_sequences or problem.is_partial or options.first_head
+    if is_part and options.has_indexed_scores:
         reasons.append("a score_mod on parts of sequences (on this backend: whole sequences)")
     if may_be_large(options.score_mod):
         reasons.append("a score_mod that may add huge numbers, as masks do (not on this backend)")
