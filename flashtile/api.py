@@ -17,7 +17,14 @@ from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, tokens
-from .call.prepare import QKV, Keywords, outside_of_graphs, prepare, with_dropout_seed
+from .call.prepare import (
+    QKV,
+    Keywords,
+    ends_graph,
+    outside_of_graphs,
+    prepare,
+    with_dropout_seed,
+)
 from .gpu import memory as workspace
 
 if TYPE_CHECKING:
@@ -299,7 +306,7 @@ def _run_cached(
     shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
-    if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and ends_graph(options):
         given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
     if torch.is_grad_enabled():  # entering the context takes longer than asking
@@ -400,7 +407,7 @@ def _run(
     Args:
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
-    if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and ends_graph(options):
         given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
         return outside_of_graphs(_run)(*given, generator)
     if type(return_lse) is not bool or type(return_attn_probs) is not bool:

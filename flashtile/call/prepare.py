@@ -250,6 +250,13 @@ def _cast(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Ke
     return (cast_input(q, dtype), k, v), layout, keywords
 
 
+def ends_graph(options: Keywords) -> bool:
+    """Whether a graph of torch.compile ends before the call: its tracer cannot follow the one that
+    records a score function.
+    """
+    return options.get("score_mod") is not None
+
+
 def outside_of_graphs(function: Callable[..., Any]) -> Any:
     """`function` without the tracer of torch.compile, whose graph ends before the call; with
     ``fullgraph=True`` this raises an error.

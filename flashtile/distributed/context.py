@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from ..autograd import is_transformed
 from ..call import checks, dispatch
 from ..call.dispatch import BackendName
-from ..call.prepare import outside_of_graphs
+from ..call.prepare import ends_graph, outside_of_graphs
 from ..dropout import draw_rng_state
 from ..lru import Memo
 from ..problem import AttentionProblem, Operands, lse_dtype
@@ -273,7 +273,7 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of a rank's own tensors, traced or not."""
-        if torch.compiler.is_dynamo_compiling() and options.get("score_mod") is not None:
+        if torch.compiler.is_dynamo_compiling() and ends_graph(options):
             return outside_of_graphs(self._attend)(qkv, layout, options, return_lse, backend)
         if not torch.compiler.is_compiling():
             return self.run(qkv, layout, options, return_lse, backend)

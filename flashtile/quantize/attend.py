@@ -13,7 +13,7 @@ from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.layouts import DENSE, Packed
 from ..call.options import Float8Options, PaddedMaskOptions, accepts, refuse_unknown
-from ..call.prepare import outside_of_graphs, prepare, read, with_dropout_seed
+from ..call.prepare import ends_graph, outside_of_graphs, prepare, read, with_dropout_seed
 from ..operators import ops
 from ..ops.quantize.formula import Recipe, Rows, dequantized
 from ..ops.quantize.hadamard import rotation
@@ -89,7 +89,7 @@ def attention_fp8(
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
     given = (q, k, v), layout, recipe, options, emulate, generator, backend
-    if options.get("score_mod") is not None and torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and ends_graph(options):
         out, lse = outside_of_graphs(_attend)(*given)
     else:
         out, lse = _attend(*given)
