@@ -358,6 +358,8 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
         "heads": (ValueError, "k: got", lambda: attention_fp8(q[:, :, :3], k, v)),
         "softcap": (ValueError, "smooth_k: ", lambda: attention_fp8(
             q, k, v, smooth_k=True, softcap=1)),
+        "score function": (ValueError, "smooth_k: got True and score_mod", lambda: attention_fp8(
+            q, k, v, smooth_k=True, score_mod=lambda s, b, h, i, j: s)),
         "sink": (ValueError, "smooth_k: got True and sink", lambda: attention_fp8(
             q, k, v, smooth_k=True, sink=torch.zeros(4))),
         "packed mask": (ValueError, "attn_mask: got a mask and cu_seqlens_q", lambda: attention_fp8(
@@ -379,6 +381,13 @@ def test_bad_calls_name_the_argument(case: str):
     kind, text, bad = bad_calls()[case]
     with pytest.raises(kind, match=text):
         bad()
+
+
+def test_smoothing_takes_options_that_are_off():
+    q, k, v = qkv(generator(0))
+    off = {"softcap": None, "score_mod": None, "sink": None}
+    found = attention_fp8(q, k, v, smooth_k=True, emulate=True, **off)
+    assert torch.equal(found, attention_fp8(q, k, v, smooth_k=True, emulate=True))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])

@@ -12,7 +12,13 @@ from ..autocast import autocast_off, cast_inputs
 from ..call import checks
 from ..call.dispatch import BackendName
 from ..call.layouts import DENSE, Packed
-from ..call.options import Float8Options, PaddedMaskOptions, accepts, refuse_unknown
+from ..call.options import (
+    SCORE_NUMBERS,
+    Float8Options,
+    PaddedMaskOptions,
+    accepts,
+    refuse_unknown,
+)
 from ..call.prepare import ends_graph, outside_of_graphs, prepare, read, with_dropout_seed
 from ..operators import ops
 from ..ops.quantize.formula import Recipe, Rows, dequantized
@@ -29,6 +35,10 @@ from .tensors import check, layout_of, quantized
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# Options whose results change when all scores of a row grow by one number, as smoothing makes them.
+NOT_SHIFTED = [*SCORE_NUMBERS - {"softmax_scale", "attention_chunk"}, "score_mod", "sink"]
 
 
 @accepts(Float8Options)
@@ -142,9 +152,9 @@ def _check_combinations(layout: Packed | None, recipe: Recipe, options: Any) -> 
     for name in PaddedMaskOptions.__optional_keys__ if layout is not None else ():
         if options.get(name) is not None:
             raise ValueError(f"{name}: got a mask and cu_seqlens_q, want only one of them")
-    shifted = options.get("softcap", 0.0) != 0.0, options.get("score_mod"), options.get("sink")
-    for name, x in zip(("softcap", "score_mod", "sink"), shifted, strict=True):
-        if recipe.smooth_k and x is not None and x is not False:
+    for name in NOT_SHIFTED if recipe.smooth_k else ():
+        x = options.get(name)
+        if x is not None and (isinstance(x, Tensor) or x != 0):
             raise ValueError(f"smooth_k: got True and {name}, want only one of them")
 
 
