@@ -134,6 +134,11 @@ def _given(**options: Any) -> Options:
     return lambda g, dtype: options
 
 
+def _bent(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """A score function that reads the score, its head and its distance."""
+    return score + 0.1 * score * score - (h + 1) * (i - j).abs() / 64
+
+
 def _used(g: Generator, longest: int) -> Tensor:
     return torch.randint(0, longest + 1, (B,), generator=g, dtype=torch.int32)
 
@@ -171,6 +176,7 @@ ADDITIONAL: dict[str, Make] = {
     "attention sink": dense(
         lambda g, t: {"sink": normal(g, HQ, dtype=torch.promote_types(t, torch.float32))}
     ),
+    "score function": dense(_given(causal=True, score_mod=_bent)),
     "dropout with softcap": dense(_given(dropout_p=0.2, softcap=1.5)),
     "used lengths": dense(lambda g, t: {"seqused_q": _used(g, M), "seqused_k": _used(g, N)}),
     "multi-query": dense(_given(causal=True), hk=1),

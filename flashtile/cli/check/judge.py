@@ -78,7 +78,7 @@ def described(call: Call, case: Case) -> str:
             return str(value.tolist()) if value.dim() == 1 else f"int32{[*value.shape]}"
         if isinstance(value, Tensor):
             return f"{dtype_name(value.dtype)}{[*value.shape]}"
-        return repr(value)
+        return getattr(value, "__name__", repr(value))  # of a function
 
     shown = ", ".join(f"{name}={text(value)}" for name, value in call.arguments.items())
     return f"flashtile.{call.function}({shown}, backend={case.backend!r})"
