@@ -2,8 +2,10 @@
 
 The patch gives every public function that has the options of `attention` one more, ``curvature=c``,
 which adds ``c * s**2`` to a score: on the CPU, Triton and Hopper (16 bits and float8), forward and
-backward, in caches and over ranks, with its definition, documentation and tests. Nobody needs the
-option. The patch is there to be counted, and to be applied to a copy and tested.
+backward, in caches and over ranks, with its definition, documentation and tests. It is a program,
+two lines before those of `score_mod`, which all backends run already; a new number is another
+program, which GPUs compile. Nobody needs the option. The patch is there to be counted, and to be
+applied to a copy and tested.
 
 Where code moves, the patch moves too: ``git apply --3way tests/working_option.patch``, resolve what
 conflicts, write ``git diff HEAD -- flashtile docs tests`` into the file, and undo the rest. The

@@ -7,7 +7,7 @@ from working_option import needs_git, patched, run_its_tests
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-KERNELS = ("forward", "backward", "float8")
+KERNELS = ("score_functions", "float8")
 
 
 @needs_git
