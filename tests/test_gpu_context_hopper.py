@@ -38,6 +38,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "both sides": (192, {"window_size": (90, 60), "softcap": 5.0}),
     "chunk": (128, {"attention_chunk": 300, "causal": True}),
     "sink": (96, {"causal": True, "sink": normal(generator(0), 4)}),
+    "score function": (64, {"causal": True, "score_mod": lambda s, b, h, i, j: s + 0.1 * s * s}),
 }
 
 

@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_size": (50, 20)},
     "softcap": {"softcap": 3.0, "causal": True},
+    "score function": {"score_mod": lambda s, b, h, i, j: s + 0.1 * s * s, "causal": True},
 }
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256), (96, 80), (192, 128)]
 REPEATS = 30
