@@ -30,8 +30,8 @@ def weights() -> Iterator[tuple[str, Tensor]]:
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(block, names)
     for name, arguments in ROW.findall(text):
-        given = {x: names[x] for x in "qkv"} | eval(f"dict({arguments})", names)
-        _, _, probs = flashtile.attention(**given, return_attn_probs=True)
+        call = {x: names[x] for x in "qkv"} | eval(f"dict({arguments})", names)
+        _, _, probs = flashtile.attention(**call, return_attn_probs=True)
         yield name, probs[0, 0]
 
 
