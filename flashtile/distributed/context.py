@@ -66,17 +66,17 @@ class ContextParallel(Decoder):
             of a 2-D mesh exchanges tokens for heads: the ranks of a node, say.
         ulysses: how many neighbouring ranks exchange tokens for heads (DeepSpeed Ulysses); 1 for
             none, the number of ranks for nothing else. It divides the number of ranks. "auto" is
-            the second dimension of a 2-D mesh, or the cheapest of 1, the ranks of a node and all.
+            the second dimension of a 2-D mesh, or the fastest of 1, the ranks of a node and all.
         stages: 1 gathers all keys that a rank needs at once; more stages take less memory; "auto"
             is 1, or as many as `stage_tokens` takes.
-        head_groups: groups of key heads, which take turns, so that keys travel while a rank
-            computes; None is 1, or as many as `stage_tokens` takes. It divides the key heads of a
+        head_groups: number of groups of key heads: a rank fetches one group while it computes with
+            another; None is 1, or as many as `stage_tokens` takes. It divides the key heads of a
             rank.
         stage_tokens: the most keys of other ranks, with all heads, that a rank fetches at once;
             None is any number.
-        gradient_dtype: what the gradients of keys and values travel in. torch.float32 sends them as
-            they are added up, in float64 for float64 inputs; torch.bfloat16 halves the bytes.
-        machine: by whose rates strategies are priced; None goes by the name of the GPU.
+        gradient_dtype: dtype in which gradients of keys and values are sent. torch.float32 does not
+            round them (float64 inputs: sent in float64); torch.bfloat16 halves the bytes.
+        machine: the rates for the estimated times of strategies; None selects by the GPU's name.
         timeout: seconds to wait for an exchange; None leaves it to the group.
 
     Attributes:
@@ -118,7 +118,7 @@ class ContextParallel(Decoder):
         gradient_dtype: torch.dtype = torch.float32,
         machine: Machine | None = None,
     ) -> ContextParallel:
-        """The same over ranks that something else than torch.distributed connects."""
+        """The same over ranks that `wire` connects instead of torch.distributed."""
         context = cls.__new__(cls)
         requested = Requested(ulysses, stages, head_groups, stage_tokens)
         context._set(wire, requested, gradient_dtype, machine)
@@ -154,19 +154,19 @@ class ContextParallel(Decoder):
         way: str = "auto",
         grain: int = 128,
     ) -> Layout:
-        """Who owns which tokens: of packed documents, or of `batch` sequences of `seq_len` tokens.
+        """The owner of each token of packed documents, or of `batch` sequences of `seq_len` tokens.
 
         All ranks call it with the same arguments; it does not communicate.
 
         Args:
             cu_seqlens: cumulative lengths of packed documents, 0 first.
-            cu_seqlens_k, seq_len_k: of the keys, when they are not those of the queries.
+            cu_seqlens_k, seq_len_k: the same for keys, if they differ from those of the queries.
             masks: the layers of the model; the ranks are balanced for their sum.
             way: "contiguous", "zigzag", "documents" (long ones divided, short ones whole), or
                 "auto", which is "documents" for packed documents and "zigzag" otherwise.
-            grain: pieces begin at multiples of this many tokens, or of fewer in short documents;
-                where "documents" evens out the work at the ends of documents, at any token. With
-                block masks they always begin at multiples of the tiles.
+            grain: pieces begin at multiples of this many tokens, or of fewer in short documents.
+                "documents" lets them begin at any token to balance the work at the ends of
+                documents. With block masks they always begin at multiples of the tiles.
 
         Raises:
             ValueError: an argument does not fit.
@@ -294,8 +294,8 @@ class ContextParallel(Decoder):
         **options: Any,
     ) -> str:
         """A table of what each rank would do in this call: its tokens, share of the scores and keys
-        received from others; and the strategy, with the prices of those it was selected from. The
-        prices are estimates. It computes nothing and does not communicate.
+        received from others; and the strategy, with the estimated times of all candidates. It
+        computes nothing and does not communicate.
 
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
@@ -308,7 +308,7 @@ class ContextParallel(Decoder):
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
         """Compare the output of a call, its log-sum-exp and the gradients of q, k, v, the sink, and
         of slopes and a relative bias that require one, with the definition of attention in float64,
-        which rank 0 evaluates on the whole: for a few thousand tokens, since it holds all scores.
+        which rank 0 evaluates on the whole: for a few thousand tokens, since it stores all scores.
         All ranks call it, with the arguments of `attention`.
 
         Returns:

@@ -263,9 +263,11 @@ def explained(requested: Requested, workload: Workload, strategy: Strategy) -> s
     )
     strategies = candidates(requested, workload)
     if len(strategies) == 1:
-        return "\n".join([*lines, f"strategy: {strategy}: {'given' if fixed else 'the only one'}"])
-    reason = f"the cheapest of {len(strategies)}" + (f", given {fixed}" if fixed else "")
-    lines.append(f"strategy: {strategy}: {reason}; prices for {workload.machine.name}, in ms:")
+        return "\n".join(
+            [*lines, f"strategy: {strategy}: {'requested' if fixed else 'the only one'}"]
+        )
+    reason = f"the fastest of {len(strategies)}" + (f" with {fixed}" if fixed else "")
+    lines.append(f"strategy: {strategy}: {reason}; estimated ms on {workload.machine.name}:")
     for candidate in strategies:
         lines.append(f"{seconds(candidate, workload) * 1e3:9.3f}  {candidate}")
     return "\n".join(lines)

@@ -44,19 +44,19 @@ def test_explain_prints_a_row_for_every_rank() -> None:
     rows = re.findall(r"^ +(\d) +256 +([\d.]+)% +[\d,]+$", text, flags=re.MULTILINE)
     assert [int(rank) for rank, _ in rows] == [0, 1, 2, 3]
     assert sum(float(share) for _, share in rows) == pytest.approx(100, abs=1)
-    chosen = r"strategy: (ulysses=\d, stages=1, head_groups=1): the cheapest of 3; prices for H200"
+    chosen = r"strategy: (ulysses=\d, stages=1, head_groups=1): the fastest of 3; estimated ms"
     found = re.search(chosen, text)
     prices = re.findall(r"^ +([\d.]+)  (ulysses=\d, .*)$", text, flags=re.MULTILINE)
     assert found and len(prices) == 3
     assert min(prices, key=lambda line: float(line[0]))[1] == found[1]
 
 
-def test_explain_says_what_was_given() -> None:
-    assert "strategy: ulysses=2, stages=2, head_groups=1: given" in explanation(
+def test_explain_says_what_was_requested() -> None:
+    assert "strategy: ulysses=2, stages=2, head_groups=1: requested" in explanation(
         4, 64, ulysses=2, stages=2, head_groups=1
     )
     text = explanation(4, 64, stages=1, stage_tokens=200)
-    assert "the cheapest of 3, given stages=1, stage_tokens=200" in text
+    assert "the fastest of 3 with stages=1, stage_tokens=200" in text
     assert "the only one" in explanation(1, 64)
 
 
