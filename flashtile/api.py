@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from . import autograd
 from .call import checks, shared_prefix
@@ -306,7 +307,7 @@ def _run_cached(
     shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
-    if torch.compiler.is_dynamo_compiling() and ends_graph(options):
+    if is_dynamo_compiling() and ends_graph(options):
         given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
     if torch.is_grad_enabled():  # entering the context takes longer than asking
@@ -407,7 +408,7 @@ def _run(
     Args:
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
-    if torch.compiler.is_dynamo_compiling() and ends_graph(options):
+    if is_dynamo_compiling() and ends_graph(options):
         given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
         return outside_of_graphs(_run)(*given, generator)
     if type(return_lse) is not bool or type(return_attn_probs) is not bool:

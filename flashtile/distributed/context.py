@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from ..autograd import is_transformed
 from ..call import checks, dispatch
@@ -273,7 +274,7 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of a rank's own tensors, traced or not."""
-        if torch.compiler.is_dynamo_compiling() and ends_graph(options):
+        if is_dynamo_compiling() and ends_graph(options):
             return outside_of_graphs(self._attend)(qkv, layout, options, return_lse, backend)
         if not torch.compiler.is_compiling():
             return self.run(qkv, layout, options, return_lse, backend)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import autograd
 from ..autocast import autocast_off, cast_inputs
@@ -99,7 +100,7 @@ def attention_fp8(
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
     given = (q, k, v), layout, recipe, options, emulate, generator, backend
-    if torch.compiler.is_dynamo_compiling() and ends_graph(options):
+    if is_dynamo_compiling() and ends_graph(options):
         out, lse = outside_of_graphs(_attend)(*given)
     else:
         out, lse = _attend(*given)
