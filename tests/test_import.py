@@ -86,6 +86,16 @@ assert slopes.grad.abs().sum() > 0
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
+GPU_BACKENDS = """
+from flashtile import backends
+names = "hopper", "triton"
+print(*(f"flashtile.backends.{name}" in sys.modules for name in names))
+@torch.compile(fullgraph=True, backend="eager")
+def hints(x):
+    return x, [backends.BACKENDS[name].HINTS for name in names]
+print(hints(torch.zeros(2))[1] == [backends.BACKENDS[name].HINTS for name in names])
+"""
+
 SUBMODULES = """
 import pkgutil, sys
 import torch.nn.functional as F
@@ -152,13 +162,20 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def blocked() -> list[str]:
-    """What a process without the optional packages says of calls, of submodules, and of ranks."""
-    return run(BLOCK + CALLS + SUBMODULES + TWO_RANKS)
+    """What a process without the optional packages says of calls, of backends, of submodules, and
+    of ranks.
+    """
+    return run(BLOCK + CALLS + GPU_BACKENDS + SUBMODULES + TWO_RANKS)
 
 
 def test_calls_work_with_optional_packages_blocked(blocked):
     """Also the first call of a process when it is a compiled one."""
-    assert blocked[:2] == ["True True"] * 2 and blocked[3] == "True True"
+    assert blocked[:2] == ["True True"] * 2 and blocked[5] == "True True"
+
+
+def test_the_first_call_that_asks_for_a_gpu_backend_imports_it(blocked):
+    """Also a compiled one. A call on a CPU imports none."""
+    assert blocked[2:4] == ["False False", "True"]
 
 
 def test_a_score_function_imports_no_compiler(imported):
@@ -189,4 +206,4 @@ def test_import_has_no_side_effect(imported):
 
 def test_public_submodules_are_attributes_of_the_package(blocked):
     """Imported when first used: `import flashtile` and no further line, as the README shows."""
-    assert blocked[2] == "module 'flashtile' has no attribute 'atention'"
+    assert blocked[4] == "module 'flashtile' has no attribute 'atention'"

@@ -6,10 +6,12 @@ backend of a call, `autograd`, which runs it, and the commands of `cli` import f
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Literal, cast
 
+import torch
+
 from ..backend_interface import Appender, Backend, IndexChecker
+from . import cpu
 
 BackendName = Literal["cpu", "hopper", "triton"]  # the folders here
 
@@ -20,11 +22,29 @@ ORDER: tuple[BackendName, ...] = (
     "triton",  # every option but float64, on any CUDA GPU from sm_80 on
 )
 
-# Imported here and not on first use, because torch.compile cannot trace an import. This imports
-# only the code that decides what a backend supports, not the kernels or their compiler.
-BACKENDS: dict[str, Backend] = {
-    name: cast(Backend, import_module(f".{name}", __name__)) for name in ORDER
-}
+
+class _Backends(dict[str, Backend]):
+    """The backends by name. Those of GPUs are imported when they are first asked for: a call on a
+    CPU never does. The import is a statement, because torch.compile traces that.
+    """
+
+    def __missing__(self, name: str) -> Backend:
+        if name == "hopper":
+            from . import hopper
+
+            found = cast(Backend, hopper)
+        elif name == "triton":
+            from . import triton
+
+            found = cast(Backend, triton)
+        else:
+            raise KeyError(name)
+        if not torch.compiler.is_compiling():  # a graph would have to repeat the change
+            self[name] = found
+        return found
+
+
+BACKENDS = _Backends(cpu=cast(Backend, cpu))
 
 
 def appender(name: str) -> Appender | None:

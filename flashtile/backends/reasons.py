@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..gpu.score_source import untranslatable
 from ..problem import AttentionProblem, dtype_name
 
 
@@ -53,6 +52,10 @@ def shard_reasons(problem: AttentionProblem) -> list[str]:
 def score_mod_reasons(problem: AttentionProblem) -> list[str]:
     """What the GPU kernels do not have of a score function and its derivative."""
     options = problem.options
+    if not options.score_mod:
+        return []
+    from ..gpu.score_source import untranslatable  # here: most calls have no score function
+
     for text in filter(None, (options.score_mod, options.score_mod_gradient)):
         missing = untranslatable(text)
         if missing:
