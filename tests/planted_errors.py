@@ -623,6 +623,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_score_functions_emulated.py -k hides",
     ),
     Planted(
+        "hopper: rows that a score function hides in float8",
+        "Float8Math.next_block",
+        "IS_MASKED or cfg.SCORE_MOD is not None",
+        "IS_MASKED",
+        "tests/hopper_kernels/test_float8_emulated.py -k hides",
+    ),
+    Planted(
+        "hopper: a score function of keys on parts of sequences",
+        "Program.reads_only_score",
+        "not set(line.names) & set(INDICES)",
+        "True",
+        "tests/hopper_kernels/test_forward_plan.py -k score",
+    ),
+    Planted(
         "hopper: huge numbers of a score function",
         "may_be_large",
         "return True",

@@ -174,6 +174,21 @@ def test_options(option: str, head_dim: int):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_a_score_function_hides(head_dim: int):
+    """They are empty in the first blocks that their tile visits, or in all of them."""
+    q, k, v = qkv(generator(0), B=1, M=130, N=400, Hq=2, Hk=1, D=head_dim)
+    k[:, 120:], q[:, ::3] = 0.0, 0.0
+    small = quantize_qkv(q, k, v, scales="head", hadamard=False)
+    named = {"score_mod": lambda s, b, h, i, j: torch.where(s == 0, -torch.inf, s)}
+    named |= descales(small)
+    got = emulate(*describe(*read(small[:3], Dense(), named)), seed=0)
+    cpu = flashtile.attention(*small[:3], **named, return_lse=True)
+    reference = partial(attention_reference, *small[:3], **named)
+    plain = reference(compute_dtype=torch.float32, attend=attention_in_float8)
+    compare(got, cpu, reference(), plain, 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_hidden_keys_may_be_nan(head_dim: int):
     """Those before the first query's window."""
     small = quantize_qkv(*qkv(generator(0), B=1, M=130, N=400, D=head_dim), scales="head")

@@ -169,7 +169,11 @@ def test_what_a_score_function_does_not_meet():
     assert "captures" in refusals(**given)[0]
     assert "dropout" in refusals(score_mod=program, dropout_p=0.1)[0]
     assert "parts" in refusals(score_mod=program, first_head=2)[0]
-    of_score = described(lambda s, b, h, i, j: s * s, torch.float32, NUMBERS.device).program
+    of_keys, of_score = (
+        described(function, torch.float32, NUMBERS.device).program
+        for function in (lambda s, b, h, i, j: s - j, lambda s, b, h, i, j: s * s)
+    )
+    assert "parts" in refusals(score_mod=of_keys, first_head=2)[0]
     assert not refusals(score_mod=of_score, first_head=2)
     q = torch.empty(1, 300, 2, 64, dtype=torch.float8_e4m3fn, device="meta")
     call = AttentionProblem.of(Operands(q, q, q), Options(300, 300, 1.0, score_mod=program))
