@@ -1,9 +1,8 @@
 """``flash_attn.flash_attn_interface`` of FlashAttention-2, with all names that other projects
 import from it.
 
-The private functions have FlashAttention-2's positional order, keywords and results; each passes
-all its arguments on by name, as ``locals()``. The public functions are those of
-`flash_attn_interface`, except that `return_attn_probs` returns S_dmask
+The private functions have FlashAttention-2's positional order, keywords and results. The public
+functions are those of `flash_attn_interface`, except that `return_attn_probs` returns S_dmask
 (`flash_attn_2_cuda.s_dmask`; empty without dropout) instead of probabilities. `flash_attn_2_cuda`
 lists the differences from FlashAttention-2.
 
@@ -59,7 +58,23 @@ def _flash_attn_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.fwd`."""
-    return tuple(flash_attn_gpu.fwd(out=None, **locals()))
+    return tuple(
+        flash_attn_gpu.fwd(
+            q,
+            k,
+            v,
+            None,
+            alibi_slopes,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
+            return_softmax,
+            generator,
+        )
+    )
 
 
 def _flash_attn_varlen_forward(
@@ -87,7 +102,32 @@ def _flash_attn_varlen_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.varlen_fwd`."""
-    return tuple(flash_attn_gpu.varlen_fwd(out=None, **locals()))
+    return tuple(
+        flash_attn_gpu.varlen_fwd(
+            q,
+            k,
+            v,
+            None,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            leftpad_k,
+            block_table,
+            alibi_slopes,
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            zero_tensors,
+            causal,
+            window_size_left,
+            window_size_right,
+            softcap,
+            return_softmax,
+            generator,
+            num_splits,
+        )
+    )
 
 
 def _flash_attn_backward(
@@ -111,7 +151,27 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """Write the gradients into dq, dk and dv; returns softmax_d of `flash_attn_2_cuda.bwd`."""
-    return flash_attn_gpu.bwd(**locals())[3]
+    return flash_attn_gpu.bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        alibi_slopes,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+        None,
+        rng_state,
+    )[3]
 
 
 def _flash_attn_varlen_backward(
@@ -142,7 +202,32 @@ def _flash_attn_varlen_backward(
     """Write the gradients into dq, dk and dv; returns softmax_d of
     `flash_attn_2_cuda.varlen_bwd`.
     """
-    return flash_attn_gpu.varlen_bwd(**locals())[3]
+    return flash_attn_gpu.varlen_bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        zero_tensors,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        deterministic,
+        None,
+        rng_state,
+    )[3]
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

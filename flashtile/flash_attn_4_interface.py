@@ -62,9 +62,28 @@ def flash_attn_func(
 ) -> Result:
     """(out, lse) of `flashtile.attention`; `learnable_sink` is its `sink`."""
     _refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
-    del block_sparse_tensors_bwd
-    # It takes padded batches, too, and all other arguments by the same names.
-    return flash_attn_varlen_func(**locals())
+    return flash_attn_varlen_func(  # which takes padded batches, too
+        q,
+        k,
+        v,
+        qv,
+        gather_kv_indices=gather_kv_indices,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd,
+        mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars,
+        return_lse=return_lse,
+    )
 
 
 def flash_attn_varlen_func(
