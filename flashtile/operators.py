@@ -1,4 +1,5 @@
-"""The namespace of flashtile's operators, ``torch.ops.flashtile``.
+"""The namespace of flashtile's operators, ``torch.ops.flashtile``, and PyTorch's own operators of
+attention on a CPU, which the CPU backend calls for each tile.
 
 One process may load several copies of the package under other names, for example two versions by
 Hugging Face's ``kernels``. The first copy has this namespace, the next ones have ``flashtile_2``,
@@ -32,3 +33,10 @@ ops = getattr(torch.ops, library.ns)
 def register_fake(name: str, function: Callable[..., Any]) -> None:
     """Register what operator `name` returns for tensors without data."""
     torch.library.register_fake(f"{library.ns}::{name}", function, lib=library)
+
+
+# Code that replaces PyTorch's operators with flashtile's puts the original kernels here. Otherwise
+# the backend would call itself through the replaced operators.
+native_forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+native_backward: Callable[..., Any]
+native_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

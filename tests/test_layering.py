@@ -62,7 +62,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
-    ("masks", "dropout", "flops", "lazy", "lru", "native_kernels"),
+    ("masks", "dropout", "flops", "lazy", "lru"),
     ("gpu.described", "current_layout", "kernel_hints", "operators"),
     ("autocast",),
 )

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import flash_attn_2_cuda as flash
-from .. import native_kernels
+from .. import operators
 from ..api import attention
 from ..autocast import without_autocast
 from ..call.layouts import Dense
@@ -60,9 +60,9 @@ class _Activation:
     """Puts our kernels into PyTorch's dispatcher until `remove`. PyTorch keeps this object."""
 
     def __init__(self) -> None:
-        self._native = native_kernels.forward, native_kernels.backward
-        native_kernels.forward = _kernel(_SDPA_CPU)
-        native_kernels.backward = _kernel(f"{_SDPA_CPU}_backward")
+        self._native = operators.native_forward, operators.native_backward
+        operators.native_forward = _kernel(_SDPA_CPU)
+        operators.native_backward = _kernel(f"{_SDPA_CPU}_backward")
         self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # of overrides
@@ -73,7 +73,7 @@ class _Activation:
     def remove(self) -> None:
         """Give the operators back to PyTorch."""
         self._library._destroy()
-        native_kernels.forward, native_kernels.backward = self._native
+        operators.native_forward, operators.native_backward = self._native
 
 
 def _kernel(name: str) -> Callable[..., Any]:

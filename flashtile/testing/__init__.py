@@ -27,7 +27,6 @@ from .inputs import (
     strided,
     tile_kinds,
 )
-from .judge import Leaves, Run, call_failures, output_failures
 from .reference import (
     Reference,
     attention_reference,
@@ -36,7 +35,15 @@ from .reference import (
     dense_spans,
     visible_keys,
 )
-from .tolerance import allowed_error, assert_close, plain_dtype
+from .tolerance import (
+    Leaves,
+    Run,
+    allowed_error,
+    assert_close,
+    call_failures,
+    output_failures,
+    plain_dtype,
+)
 
 __all__ = [
     "DTYPES",

@@ -28,7 +28,7 @@ from flashtile.testing import (
     output_failures,
     tile_kinds,
 )
-from flashtile.testing.judge import CAPTURED
+from flashtile.testing.tolerance import CAPTURED
 
 from .devices import device_of
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import native_kernels
+from ... import operators
 from ...lru import memoised
 from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask, without_hidden
@@ -191,7 +191,7 @@ def _piece_forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a piece."""
     k, v, added = piece.operands(k, v, bias)
-    out, lse = native_kernels.forward(
+    out, lse = operators.native_forward(
         piece.rows(q), k, v, 0.0, piece.causal, attn_mask=added, scale=scale
     )
     if added is not None:
@@ -246,12 +246,12 @@ def backward(
     if whole is not None and group == 1:
         k, v, added = whole.operands(k, v, bias)
         given = (dout, q, k, v, out, lse, 0.0, whole.causal)
-        return NativeGradients(*native_kernels.backward(*given, attn_mask=added, scale=scale))
+        return NativeGradients(*operators.native_backward(*given, attn_mask=added, scale=scale))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
         heads = slice(member, None, group)
         piece_k, piece_v, added = piece.operands(k, v, bias)
-        dq_part, dk_part, dv_part = native_kernels.backward(
+        dq_part, dk_part, dv_part = operators.native_backward(
             piece.rows(dout)[:, heads],
             piece.rows(q)[:, heads],
             piece_k,
