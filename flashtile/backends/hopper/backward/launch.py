@@ -4,7 +4,6 @@ fourth one if several programs share a tile of keys.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,12 +19,11 @@ from ....gpu.launch import Launch
 from ....gpu.launch_cache import allocate_and_run_all, prepared_call
 from ....gpu.memory import NewTensor, Scratch, filled, uninitialised
 from ....gpu.rows import at_boundary, is_aligned
-from ....gpu.score_source import GLUON, GRADIENT, SCORE, function_of, source_of
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.block_lists import BlockLists, lists_by_keys
-from ..shared.launch import descriptor, readable, sequences_of
+from ..shared.launch import descriptor, readable, sequences_of, with_functions
 from ..shared.schedule import most_tiles
 from ..shared.softmax import Pointers
 from ..shared.span_lists import (
@@ -117,14 +115,7 @@ def order_of_call(problem: AttentionProblem, operands: Operands) -> Order:
 def config_of(problem: AttentionProblem, operands: Operands) -> BackwardConfig:
     """The compile-time constants of a call, whose kernel calls the score function."""
     config = backward_plan(problem, order_of_call(problem, operands).parts > 1)
-    options = problem.options
-    if not options.score_mod:
-        return config
-    return replace(
-        config,
-        SCORE_MOD=function_of(source_of(options.score_mod, SCORE, GLUON)),
-        SCORE_GRADIENT=function_of(source_of(options.score_mod_gradient, GRADIENT, GLUON)),
-    )
+    return with_functions(config, problem.options)
 
 
 def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:

@@ -11,9 +11,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....gpu.launch import Launch
 from ....problem import AttentionProblem, Operands
-from ..forward.launch import common_arguments, run_forward, with_score_mod
+from ..forward.launch import common_arguments, run_forward
 from ..forward.plan import CONSUMER_ROWS
-from ..shared.launch import descriptor, in_boxes, readable
+from ..shared.launch import descriptor, in_boxes, readable, with_functions
 from .kernel import KEY_GROUP, Scales, float8_kernel
 from .plan import Float8Config, float8_plan
 
@@ -29,7 +29,7 @@ def config_of(problem: AttentionProblem, operands: Operands) -> Float8Config:
     """The plan of a call: per-block scales have three dimensions."""
     scales = (operands.q_descale, operands.k_descale, operands.v_descale)
     planned = float8_plan(problem, any(x is not None and x.dim() == 3 for x in scales))
-    return with_score_mod(planned, problem)
+    return with_functions(planned, problem.options)
 
 
 def float8_launch(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,10 @@ from ....gpu.launch import Launch
 from ....gpu.launch_cache import allocate_and_run_all, prepared_call
 from ....gpu.memory import NewTensor, uninitialised
 from ....gpu.rows import at_boundary, is_aligned
-from ....gpu.score_source import GLUON, SCORE, function_of, source_of
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
 from ..shared.block_lists import BlockLists, lists_by_queries
-from ..shared.launch import descriptor, readable, sequences_of, tile_counter
+from ..shared.launch import descriptor, readable, sequences_of, tile_counter, with_functions
 from ..shared.schedule import PARTS, most_tiles, tile_list_kernel
 from ..shared.softmax import Pointers
 from ..shared.span_lists import (
@@ -34,8 +32,6 @@ from ..shared.span_lists import (
 )
 from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
-
-Config = TypeVar("Config", bound=KernelConfig)
 
 
 def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
@@ -111,16 +107,7 @@ def run_forward(
 
 def config_of(problem: AttentionProblem) -> KernelConfig:
     """The plan of a call."""
-    return with_score_mod(plan(problem), problem)
-
-
-def with_score_mod(config: Config, problem: AttentionProblem) -> Config:
-    """A plan whose kernel calls the score function."""
-    if not problem.options.score_mod:
-        return config
-    return replace(
-        config, SCORE_MOD=function_of(source_of(problem.options.score_mod, SCORE, GLUON))
-    )
+    return with_functions(plan(problem), problem.options)
 
 
 PASS = "hopper forward"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -9,8 +12,9 @@ from triton.runtime import driver
 
 from ....gpu.described import current_target
 from ....gpu.rows import at_boundary, is_aligned
+from ....gpu.score_source import GLUON, GRADIENT, SCORE, function_of, source_of
 from ....lru import Memo, memoised
-from ....problem import Operands
+from ....problem import Operands, Options
 from .pipeline import shared_rows
 from .schedule import Sequences
 
@@ -40,6 +44,20 @@ def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) ->
 
 
 _layout = memoised(128)(shared_rows)  # a layout takes longer to build than the descriptor
+
+
+Config = TypeVar("Config")
+
+
+def with_functions(config: Config, options: Options) -> Config:
+    """A configuration whose kernel calls the score function and, in a backward, its derivative."""
+    if not options.score_mod:
+        return config
+    functions = {"SCORE_MOD": function_of(source_of(options.score_mod, SCORE, GLUON))}
+    if hasattr(config, "SCORE_GRADIENT"):
+        gradient = source_of(options.score_mod_gradient, GRADIENT, GLUON)
+        functions["SCORE_GRADIENT"] = function_of(gradient)
+    return replace(config, **functions)  # type: ignore[type-var]  # all of them are dataclasses
 
 
 def sequences_of(operands: Operands) -> Sequences:
