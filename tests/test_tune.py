@@ -61,6 +61,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(here))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: here[index][0])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: here[index][1])
+    monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
     clear_caches()
     yield here
     clear_caches()
@@ -180,27 +181,49 @@ def test_a_damaged_file_and_one_of_earlier_versions_are_errors_with_their_names(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_all_candidates_are_compiled_before_the_first_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_cut_short", [False, True])
+def test_a_pass_is_measured_and_written_once_its_candidates_are_compiled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_cut_short: bool,
 ):
-    done: list[tuple[str, tune.Candidate]] = []
+    compiled: set[tune.Candidate] = set()
+    measured: list[str] = []
 
-    def in_processes(function: object, candidates: list[tune.Candidate], processes: int):
-        assert processes == 3
-        for candidate in candidates:
-            done.append(("compiled", candidate))
+    def in_processes(
+        function: object, candidates: list[tune.Candidate], processes: int, seconds: float | None
+    ) -> Iterator[tuple[tune.Candidate, None]]:
+        assert (processes, seconds) == (3, 120 if is_cut_short else None)
+        # All but the last candidate of the last pass, if time has ended.
+        for candidate in candidates[: len(candidates) - is_cut_short]:
+            compiled.add(candidate)
             yield candidate, None
 
     def measure(candidates: list[tune.Candidate], *_: object) -> dict[tune.Candidate, float]:
-        done.extend(("measured", candidate) for candidate in candidates)
-        return {candidate: float(len(done)) for candidate in candidates}
+        assert compiled.issuperset(candidates)
+        assert written() == measured
+        kind, head_dim, kernel, _ = candidates[0]
+        measured.append(f"{kind} {head_dim} {kernel}")
+        return {candidate: 1.0 + number for number, candidate in enumerate(candidates)}
+
+    def written() -> list[str]:
+        file = tmp_path / "NVIDIA-H200.json"
+        return list(json.loads(file.read_text())["tiles"]) if file.is_file() else []
 
     monkeypatch.setattr(tune, "in_processes", in_processes)
     monkeypatch.setattr(tune, "measure", measure)
     flags = ["--head-dim", "64", "128", "--processes", "3", "--output", str(tmp_path)]
-    assert main(["tune", *flags]) == 0
-    half = len(done) // 2
-    assert [what for what, _ in done] == ["compiled"] * half + ["measured"] * half
-    assert [x for _, x in done[:half]] == [x for _, x in done[half:]]
+    assert main(["tune", *flags, *(["--minutes", "2"] if is_cut_short else [])]) == 0
     every = [x for dim in (64, 128) for call in tune.CALLS for x in tune.in_use("sm_90", dim, call)]
-    assert {x[:3] for _, x in done} == {x[:3] for x in every}
+    passes = [f"{kind} {head_dim} {kernel}" for kind, head_dim, kernel, _ in every]
+    assert written() == measured == passes[: len(passes) - is_cut_short]
+    assert ("out of time: 1 pass" in capsys.readouterr().out) == is_cut_short
+
+
+@pytest.mark.usefixtures("gpus")
+def test_without_time_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tune, "in_processes", lambda *_: iter(()))
+    flags = ["--head-dim", "64", "--minutes", "0", "--output", str(tmp_path / "tiles")]
+    assert main(["tune", *flags]) == 1
+    assert not (tmp_path / "tiles").exists()

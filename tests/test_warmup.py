@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,13 @@ def test_work_runs_in_processes_and_errors_are_kept() -> None:
     found = dict(in_processes.in_processes(int, ["1", "x", "3"], 2))
     assert (found["1"], found["3"]) == (1, 3)
     assert isinstance(found["x"], RuntimeError) and "ValueError: invalid" in str(found["x"])
+
+
+def test_work_that_has_not_started_is_left_out_when_time_ends() -> None:
+    begun = time.monotonic()
+    items = [0.5] * 100
+    assert list(in_processes.in_processes(time.sleep, items, 1, 0.0)) == []
+    assert time.monotonic() - begun < sum(items)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -11,7 +11,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..backends.triton import plan
 from ..call.layouts import Cached, Dense
 from ..call.prepare import describe
 from ..gpu import tuned
+from ..gpu.described import AbsentGpu, current_target
+from ..gpu.hardware import multiprocessors
 from ..problem import AttentionProblem
 from .in_processes import default_processes, in_processes, with_progress
 
@@ -32,6 +35,7 @@ CALLS = ("16-bit", "bias", "float32", "decoding", "split-decoding")
 PAGE = 16  # tokens of a page
 SPLITS = 4  # of the KV loop in "split-decoding"
 DECODED = 16  # sequences in "decoding": programs for the whole GPU without splits
+MOST_PROCESSES = 64  # each holds PyTorch and Triton in main memory, half a GiB
 ROUNDS = 3
 NOISE = 1.01  # ratio by which medians of one tile differ from run to run
 # Kernel of a pass, and the flag of its result.
@@ -97,9 +101,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes",
         type=int,
-        default=default_processes(),
+        default=default_processes(MOST_PROCESSES),
         metavar="N",
         help="processes that compile the candidates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="start no further pass after this time; the passes measured until then are kept "
+        "(default: measure all)",
     )
     parser.add_argument(
         "--output",
@@ -110,51 +121,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the grid, print the fastest tiles and write them."""
+    """Measure the grid, print the fastest tile of each pass and write it at once."""
     if not torch.cuda.is_available():
         print("flashtile tune: no CUDA device here; tiles are measured on the GPU that uses them")
         return 1
-    name = plan.architecture(torch.cuda.get_device_capability())
-    dtype = getattr(torch, args.dtype)
-    best: dict[str, list[int]] = {}
+    started = time.monotonic()
+    dtype, folder = getattr(torch, args.dtype), args.output or tuned.folder()
+    gpu = AbsentGpu(torch.cuda.get_device_capability(), multiprocessors(torch.device("cuda")))
+    name = plan.architecture(gpu.capability)
     every = [x for dim in args.head_dim for call in args.calls for x in in_use(name, dim, call)]
     compete = {now: list(dict.fromkeys([now, *grid(*now[:3])])) for now in every}
-    compile_all([x for candidates in compete.values() for x in candidates], dtype, args)
-    for now, candidates in compete.items():
+    compile_one = partial(compile_candidate, length=args.seq_len, dtype=dtype, gpu=gpu)
+    path = None
+    for number, now in enumerate(compiled(compete, compile_one, args), 1):
         kind, head_dim, kernel, tile = now
         what = f"{kind}, head dim {head_dim}, {kernel}"
-        times = measure(candidates, args.seq_len, dtype)
+        times = measure(compete[now], args.seq_len, dtype)
+        took = f"pass {number} of {len(every)}, {time.monotonic() - started:.0f} s"
         if not times:
-            print(f"{what}: no candidate fits")
+            print(f"{what}: no candidate fits ({took})", flush=True)
             continue
-        if now in times:
-            print(f"{what}, so far: {tile}, {times[now]:.3f} ms")
         winner = chosen(times, now)
-        best[f"{kind} {plan.column_of(head_dim)} {kernel}"] = list(winner.tile)
-        print(f"{what}: {winner.tile}, {times[winner]:.3f} ms")
-    path = write(best, args.output or tuned.folder())
-    print(f"written: {path}")
-    return 0
+        before = f"{tile}, {times[now]:.3f} ms" if now in times else f"{tile} does not fit"
+        print(f"{what}: {winner.tile}, {times[winner]:.3f} ms; so far: {before} ({took})")
+        path = write({f"{kind} {plan.column_of(head_dim)} {kernel}": list(winner.tile)}, folder)
+        print(f"written: {path}", flush=True)
+    return 0 if path else 1
 
 
-def compile_all(candidates: list[Candidate], dtype: torch.dtype, args: argparse.Namespace) -> None:
-    """Compile the candidates in several processes, so that measuring finds them on disk; those
-    that do not fit fail again there.
+def compiled(
+    compete: dict[Candidate, list[Candidate]],
+    compile_one: Callable[[Candidate], None],
+    args: argparse.Namespace,
+) -> Iterator[Candidate]:
+    """The keys of `compete`, each when the candidates of its pass are compiled, so that measuring
+    finds them on disk; those that do not fit fail again there. The processes go on with the next
+    passes while the caller measures one.
     """
-    started = time.monotonic()
-    done = in_processes(
-        partial(run_once, length=args.seq_len, dtype=dtype), candidates, args.processes
-    )
-    for _ in with_progress(done, len(candidates), "compiled"):
-        pass
-    print(f"{len(candidates)} candidates compiled in {time.monotonic() - started:.0f} s")
+    candidates = [x for pass_of_all in compete.values() for x in pass_of_all]
+    left = Counter(x[:3] for x in candidates)
+    passes = {now[:3]: now for now in compete}
+    seconds = None if args.minutes is None else 60 * args.minutes
+    end = time.monotonic() + (seconds or 0)
+    done = in_processes(compile_one, candidates, args.processes, seconds)
+    for candidate, _ in with_progress(done, len(candidates), "compiled"):
+        left[candidate[:3]] -= 1
+        if left[candidate[:3]] == 0:
+            yield passes.pop(candidate[:3])
+        if seconds is not None and time.monotonic() > end:
+            break
+    if passes:
+        word = "pass keeps its" if len(passes) == 1 else "passes keep their"
+        print(f"\nout of time: {len(passes)} {word} tiles", flush=True)
 
 
-def run_once(candidate: Candidate, length: int, dtype: torch.dtype) -> None:
-    """Make the launches of a candidate, which compiles its kernels."""
-    for is_second in (False, True):
-        for launch in launches_of(candidate, length, dtype, is_second):
-            launch.run()
+def compile_candidate(
+    candidate: Candidate, length: int, dtype: torch.dtype, gpu: AbsentGpu
+) -> None:
+    """Compile the kernels of a candidate, without a GPU of this process."""
+    from ..gpu.compilation import compiling_for
+
+    with compiling_for(gpu, lambda key: True):
+        for is_second in (False, True):
+            for launch in launches_of(candidate, length, dtype, is_second):
+                launch.run()
 
 
 def in_use(name: str, head_dim: int, call: str) -> list[Candidate]:
@@ -235,16 +265,18 @@ def launches_of(
     length += -length % PAGE
     batch = DECODED if kind == "decoding" else max(1, TOKENS // length)
     shape = (batch, length, HIDDEN // head_dim, head_dim)
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(4))
+    # Without a GPU nothing reads the numbers, and empty tensors take no memory.
+    make = partial(torch.randn, device="cuda") if current_target.gpu is None else torch.empty
+    q, k, v, dout = (make(shape, dtype=dtype) for _ in range(4))
     keywords: dict[str, Any] = {"causal": is_second}
     layout: Dense | Cached = Dense()
     if kind == "bias":
-        keywords["bias"] = torch.randn(1, 1, length, length, device="cuda", dtype=dtype)
+        keywords["bias"] = make(1, 1, length, length, dtype=dtype)
     if kind.endswith("decoding"):
         q = q[:, :1]
         keywords["num_splits"] = 1 if kind == "decoding" else SPLITS
         if is_second:
-            pages = torch.arange(batch * length // PAGE, dtype=torch.int32, device="cuda")
+            pages = torch.arange(batch * length // PAGE, dtype=torch.int32, device=q.device)
             k, v = (x.view(-1, PAGE, *x.shape[2:]) for x in (k, v))
             layout = Cached(cache_seqlens=length, page_table=pages.view(batch, -1))
     operands, options = describe((q, k, v), layout, keywords)
@@ -253,7 +285,8 @@ def launches_of(
         out, lse, *_ = buffers = launch.forward_buffers(problem, operands)
         launches = kernel_launches.forward_launches(problem, operands, buffers)
         if candidate.kernel != "forward":
-            launch.run(launches, q)
+            if current_target.gpu is None:
+                launch.run(launches, q)
             gradients = launch.backward_buffers(problem, operands, dtype)
             saved = (*operands, out, lse, dout, None)
             launches = kernel_launches.backward_launches(problem, saved, gradients)
