@@ -39,7 +39,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # what is imported before the first call is part of the measurement
     from torch import Tensor
@@ -53,26 +53,33 @@ DISK_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def dense(
-    head_dim: int, backend: Literal["triton"] | None = None, causal: bool = True
+    head_dim: int,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    heads: tuple[int, int] = (8, 8),
+    has_bias: bool = False,
+    **options: Any,
 ) -> Callable[[], Tensor]:
-    """Attention of 4,096 tokens."""
+    """Attention of 4,096 tokens, causal unless `options` say otherwise."""
     import torch
 
     import flashtile
 
-    tensors = [
-        torch.randn(1, 4096, 8, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in "qkv"
-    ]
+    made: dict[str, Any] = {
+        "device": "cuda", "dtype": getattr(torch, dtype), "requires_grad": True,
+    }  # fmt: skip
+    tensors = [torch.randn(1, 4096, n, head_dim, **made) for n in (heads[0], heads[1], heads[1])]
+    options = {"causal": True} | options
+    if has_bias:
+        options["bias"] = torch.randn(1, heads[0], 4096, 4096, **made)
 
     def call() -> Tensor:
         q, k, v = tensors
-        return flashtile.attention(q, k, v, causal=causal, backend=backend)
+        return flashtile.attention(q, k, v, **options)
 
     return call
 
 
-def packed(head_dim: int) -> Callable[[], Tensor]:
+def packed(head_dim: int, backend: Literal["triton"] | None = None) -> Callable[[], Tensor]:
     """Attention of four packed sequences."""
     import torch
 
@@ -87,14 +94,15 @@ def packed(head_dim: int) -> Callable[[], Tensor]:
     def call() -> Tensor:
         q, k, v = tensors
         return flashtile.attention_varlen(
-            q, k, v, offsets, offsets, max_seqlen_q=1900, max_seqlen_k=1900, causal=True
-        )
+            q, k, v, offsets, offsets, max_seqlen_q=1900, max_seqlen_k=1900, causal=True,
+            backend=backend,
+        )  # fmt: skip
 
     return call
 
 
-def decode(head_dim: int) -> Callable[[], Tensor]:
-    """One new token for each of 16 sequences."""
+def decode(head_dim: int, page_size: int = 4096) -> Callable[[], Tensor]:
+    """One new token for each of 16 sequences, whose caches are contiguous or in pages."""
     import torch
 
     import flashtile
@@ -103,13 +111,16 @@ def decode(head_dim: int) -> Callable[[], Tensor]:
         return torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
 
     q, k, v = zeros(16, 1, 32, head_dim), zeros(16, 1, 8, head_dim), zeros(16, 1, 8, head_dim)
-    k_cache, v_cache = zeros(16, 4096, 8, head_dim), zeros(16, 4096, 8, head_dim)
+    pages = 16 * 4096 // page_size
+    k_cache, v_cache = (zeros(pages, page_size, 8, head_dim) for _ in "kv")
     lengths = torch.full((16,), 4000, device="cuda", dtype=torch.int32)
+    table = torch.arange(pages, device="cuda", dtype=torch.int32).view(16, -1)
 
     def call() -> Tensor:
         return flashtile.attention_with_kvcache(
-            q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True
-        )
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True,
+            page_table=table if pages > 16 else None,
+        )  # fmt: skip
 
     return call
 
@@ -250,8 +261,14 @@ CASES: dict[str, Callable[[], Callable[[], Tensor]]] = {
     "dense-256": lambda: dense(256),
     "full-128": lambda: dense(128, causal=False),
     "packed-128": lambda: packed(128),
+    "dropout-128": lambda: dense(128, dropout_p=0.1),
+    "training-128": lambda: dense(128, heads=(32, 8)),
     "triton-128": lambda: dense(128, backend="triton"),
+    "triton-packed-128": lambda: packed(128, backend="triton"),
+    "float32-128": lambda: dense(128, "float32"),
+    "bias-128": lambda: dense(128, has_bias=True),
     "decode-128": lambda: decode(128),
+    "pages-128": lambda: decode(128, page_size=16),
     **MASK_CASES,
 }
 GROUPS = {
