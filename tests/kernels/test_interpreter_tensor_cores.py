@@ -27,12 +27,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from flashtile.backends import triton as backend
-from flashtile.backends.triton.products import (
-    add_product_in_halves,
-    operand,
-    product,
-    product_in_halves,
-)
+from flashtile.backends.triton.products import add_product_in_halves, operand, product
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.testing import generator, qkv
@@ -100,21 +95,21 @@ class Config(NamedTuple):
 
 
 @triton.jit
-def products_kernel(x_ptr, found_ptr, cfg: tl.constexpr):
+def products_kernel(x_ptr, found_ptr, centre, cfg: tl.constexpr):
     offs = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
     x = operand(tl.load(x_ptr + offs), cfg)
     tl.store(found_ptr + offs, product(x, x, cfg))
-    tl.store(found_ptr + 64 * 64 + offs, product_in_halves(x, x, cfg))
+    tl.store(found_ptr + 64 * 64 + offs, product(x, x, cfg, centre))
     tl.store(found_ptr + 2 * 64 * 64 + offs, add_product_in_halves(tl.zeros_like(offs), x, x, cfg))
 
 
-def test_halves_lose_half_as_much(seed: int):
+def test_halves_and_sums_around_a_centre_lose_less(seed: int):
     """Of a sum of terms of one sign."""
     x = qkv(generator(seed), B=1, M=64, N=1, Hq=1, Hk=1, D=64, dtype=torch.float32)[0]
     x = x[0, :, 0].abs()
     found = torch.empty(3, 64, 64)
-    products_kernel[(1,)](x, found, Config())
+    products_kernel[(1,)](x, found, float((x @ x.T).mean()) / 2, Config())
     x = x.double()
     lost = (torch.stack([x @ x.T, x @ x.T, x @ x]) - found).mean((1, 2))
     assert lost[0] > 0
-    assert (lost[1:] < 0.7 * lost[0]).all(), lost
+    assert (lost[1:].abs() < torch.tensor([0.4, 0.7]) * lost[0]).all(), lost

@@ -17,7 +17,7 @@ from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
 from .arguments import Blocks, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
 from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
-from .products import add_product, operand, product, product_in_halves, rounded_to_tf32
+from .products import add_product, operand, product, rounded_to_tf32
 from .tiles import (
     between,
     exponent_factor,
@@ -177,10 +177,21 @@ def add_queries(
     q_tile = load_tile(
         q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
     )
+    # Three parts of Q and of dO do not fit shared memory together.
+    IS_DP_FIRST: tl.constexpr = cfg.PRECISION == "bf16x6" and not HAS_DV
+    if IS_DP_FIRST:
+        stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
+        # (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_M)
+        do_tile = load_tile(
+            dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
+            cfg.OUT_ALIGNMENT,
+        )  # fmt: skip
+        dp = product(v_operand, operand(do_tile, cfg), cfg, 0.5 * stats.delta)
     # (BLOCK_N, BLOCK_M)
     q_operand = operand(q_tile, cfg)
     qk = product(k_operand, q_operand, cfg)
-    stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
+    if not IS_DP_FIRST:
+        stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
     visible = keys < N
     if IS_MASKED:
         start, stop = visible_keys(rows, N, positions, mask, cfg)
@@ -195,19 +206,22 @@ def add_queries(
     p = recompute_p(
         qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
     )  # fmt: skip
-    # (BLOCK_M, BLOCK_DV)
-    do_tile = load_tile(
-        dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT,
-    )  # fmt: skip
-    if cfg.HAS_DEAD_ROWS and (IS_MASKED or score.bias.ptr is not None):
-        do_tile = without_hidden(do_tile, p)
-    do_operand = operand(do_tile, cfg)
+    if not IS_DP_FIRST:
+        # (BLOCK_M, BLOCK_DV)
+        do_tile = load_tile(
+            dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
+            cfg.OUT_ALIGNMENT,
+        )  # fmt: skip
+        if cfg.HAS_DEAD_ROWS and (IS_MASKED or score.bias.ptr is not None):
+            do_tile = without_hidden(do_tile, p)
+        do_operand = operand(do_tile, cfg)
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
         dv_acc = add_product(dv_acc, operand(p_kept, cfg), do_operand, cfg)
     if HAS_DK:
-        # (BLOCK_N, BLOCK_M)
-        dp = product_in_halves(v_operand, do_operand, cfg)
+        if not IS_DP_FIRST:
+            # (BLOCK_N, BLOCK_M)
+            dp = product(v_operand, do_operand, cfg, 0.5 * stats.delta)
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
         ds = product_gradient(
             ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
@@ -346,9 +360,13 @@ def add_keys(
         v_source, v, n0, N, cfg, IS_MASKED, cfg.DV, BLOCK_N, cfg.BLOCK_DV, cfg.ALIGNMENT
     )
     # (BLOCK_M, BLOCK_N)
+    IS_DP_FIRST: tl.constexpr = cfg.PRECISION == "bf16x6"  # as in `add_queries`
+    if IS_DP_FIRST:
+        dp = product(do_operand, operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     k_operand = operand(k_tile, cfg)
     qk = product(q_operand, k_operand, cfg)
-    dp = product_in_halves(do_operand, operand(v_tile, cfg), cfg)
+    if not IS_DP_FIRST:
+        dp = product(do_operand, operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     visible = keys < N
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)

@@ -153,14 +153,18 @@ SINGLE: dict[int, tuple[Tile, ...]] = {
 SINGLE_ON_TENSOR_CORES: dict[tuple[str, str], dict[int, tuple[Tile, ...]]] = {
     ("bf16x6", "sm_90"): {
         64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
-        128: (Tile(128, 64, 8, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 128, 8, 1)),
+        128: (Tile(128, 64, 8, 1), Tile(32, 128, 8, 1), Tile(128, 32, 8, 1), Tile(64, 128, 8, 1)),
     },
     ("tf32", "sm_90"): {
         64: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
         128: (Tile(128, 32, 8, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 2)),
     },
 }
-BF16X6_BIASED_FORWARD = {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 4, 1)}
+# The same with a bias, whose tile takes shared memory, too: (forward, dK or both, dQ).
+BF16X6_BIASED: dict[int, tuple[Tile, Tile, Tile]] = {
+    64: (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
+    128: (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+}
 # The same for up to FEW_ROWS rows of queries (keys, warps, stages).
 BF16X6_FEW_ROWS: dict[int, tuple[int, int, int]] = {64: (64, 4, 2), 128: (32, 4, 2)}
 # What `explain` says of each `precision`.
@@ -296,7 +300,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
             BLOCK_M=min(forward.BLOCK_M, 64), BLOCK_N=min(forward.BLOCK_N, 64)
         )
         if precision(problem) == "bf16x6":
-            forward = BF16X6_BIASED_FORWARD[column_of(head_dim)]
+            forward, keys, queries = BF16X6_BIASED[column_of(head_dim)]
     scores = Tile(min(queries.BLOCK_M, 64), min(queries.BLOCK_N, 64), queries.warps, 1)
     bands = scores
     if precision(problem) == "bf16x6":

@@ -21,8 +21,10 @@ cannot be read transposed from shared memory, and are summed in shorter steps.
 Tensor cores truncate every partial sum. So each product starts from zero, and is added to what has
 been summed before in float32: what is lost does not grow with the number of tiles. Where all terms
 have one sign, losses do not cancel. Those of P V and dO V^T matter most, because dS is the small
-difference of dP = dO V^T and delta = rowsum(dO * O). So these two are summed in halves, and so is
-Q K^T above head dim 64.
+difference of dP = dO V^T and delta = rowsum(dO * O). So P V is summed in two halves. Of terms of
+one sign, dO V^T is about delta; it starts from -delta / 2, so that partial sums are at most half as
+large, and what negative ones lose has the other sign. Q K^T is summed in the same order in the
+forward and in the backward, so that both see the same scores.
 
 An operand is a tile, rounded to TF32 for "tf32", or its three parts for "bf16x6".
 """
@@ -103,20 +105,18 @@ def first_bits(x, CLEARED: tl.constexpr, ADDED: tl.constexpr):
 
 
 @triton.jit
-def product(x, y, cfg: tl.constexpr):
-    """x y^T of two operands, in float32."""
-    if cfg.PRECISION == "bf16x6":
-        found = sum_of_parts(x, transposed(y), 64)
-    else:
-        found = tl.dot(x, tl.trans(y), input_precision=cfg.PRECISION)
-    return found
+def product(x, y, cfg: tl.constexpr, centre=None):
+    """x y^T of two operands, in float32.
 
-
-@triton.jit
-def product_in_halves(x, y, cfg: tl.constexpr):
-    """`product`, but parts are summed in two halves."""
+    centre: about half of the product, where all terms may have one sign and the caller knows it.
+    """
     if cfg.PRECISION == "bf16x6":
-        found = sum_of_parts(x, transposed(y), 16)
+        y = transposed(y)
+        small = small_terms(x, y)
+        if centre is None:
+            found = tl.dot(x[0], y[0], small)
+        else:
+            found = tl.dot(x[0], y[0], small - centre) + centre
     else:
         found = tl.dot(x, tl.trans(y), input_precision=cfg.PRECISION)
     return found
@@ -134,9 +134,19 @@ def add_product(acc, x, y, cfg: tl.constexpr):
 
 @triton.jit
 def add_product_in_halves(acc, x, y, cfg: tl.constexpr):
-    """`add_product`, but parts are summed in two halves."""
+    """`add_product`, but the product is two sums, over the first half of the terms and the second.
+
+    Both read all of y, next to zeros for the other half: adding zeros is exact on tensor cores,
+    and half of a tile would be copied through shared memory. An infinity in y gives NaN, because
+    zero times infinity is NaN.
+    """
     if cfg.PRECISION == "bf16x6":
-        acc += sum_of_parts(x, y, 16)
+        # Not zero at the start of either sum: Triton fuses z + dot(a, b, 0) into dot(a, b, z).
+        half = small_terms(x, y) * 0.5
+        TERMS: tl.constexpr = x[0].shape[1]
+        is_first = (tl.arange(0, TERMS) < TERMS // 2)[None, :]
+        first = tl.dot(tl.where(is_first, x[0], 0.0), y[0], half)
+        acc += first + tl.dot(tl.where(is_first, 0.0, x[0]), y[0], half)
     else:
         acc = tl.dot(x, y, acc, input_precision=cfg.PRECISION)
     return acc
@@ -146,28 +156,6 @@ def add_product_in_halves(acc, x, y, cfg: tl.constexpr):
 def transposed(x):
     """The transpose of an operand in parts."""
     return tl.trans(x[0]), tl.trans(x[1]), tl.trans(x[2])
-
-
-@triton.jit
-def sum_of_parts(x, y, LONGEST: tl.constexpr):
-    """x y of two operands in parts. A sum of more than LONGEST terms (at least 16, which a tensor
-    core adds at once) is made of two sums, over the first half of the terms and over the second.
-
-    Both read all of y, next to zeros for the other half: adding zeros is exact on tensor cores,
-    and half of a tile would be copied through shared memory. An infinity in y gives NaN, because
-    zero times infinity is NaN.
-    """
-    TERMS: tl.constexpr = x[0].shape[1]
-    small = small_terms(x, y)
-    if TERMS > LONGEST:
-        # Not zero at the start of either sum: Triton fuses z + dot(a, b, 0) into dot(a, b, z).
-        half = small * 0.5
-        is_first = (tl.arange(0, TERMS) < TERMS // 2)[None, :]
-        found = tl.dot(tl.where(is_first, x[0], 0.0), y[0], half)
-        found += tl.dot(tl.where(is_first, 0.0, x[0]), y[0], half)
-    else:
-        found = tl.dot(x[0], y[0], small)
-    return found
 
 
 @triton.jit

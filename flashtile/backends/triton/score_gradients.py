@@ -21,7 +21,7 @@ from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
 from .backward_pass import drop, load_stats, recompute_p, stats_at
 from .cache import load_keys, page_list
 from .masks import in_spans, load_intervals
-from .products import operand, product, product_in_halves
+from .products import operand, product
 from .tiles import (
     between,
     capped_score,
@@ -101,11 +101,11 @@ def score_gradient_tile(
         cfg.ALIGNMENT,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
-    dp = product_in_halves(operand(do_tile, cfg), operand(v_tile, cfg), cfg)
     p, qk, visible, stats = probability_tile(
         q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
         cfg,
     )  # fmt: skip
+    dp = product(operand(do_tile, cfg), operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     keep = visible
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
