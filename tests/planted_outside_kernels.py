@@ -205,6 +205,20 @@ CPU = [
 
 MASKS_AND_SCORES = [
     Planted(
+        "a score function that hides the key beside the window's last one",
+        "_compared",
+        'limit - (op == "lt")',
+        "limit",
+        "tests/test_score_mod_window.py -k 'that_are_windows and sides'",
+    ),
+    Planted(
+        "a score function that becomes a window counts from the last query",
+        "_under_window",
+        "(more - first, last - more)",
+        "(0 - first, last)",
+        "tests/test_score_mod_window.py -k test_options_of_the_call",
+    ),
+    Planted(
         "one key too many of rows whose stops differ by one",
         "SpanRows.visible",
         "n1 <= stop for",

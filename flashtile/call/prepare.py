@@ -6,6 +6,7 @@ explained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
@@ -17,7 +18,7 @@ from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..backend_interface import PreparedForward
 from ..dropout import draw_rng_state
-from ..masks import BlockMask
+from ..masks import BlockMask, Window
 from ..problem import (
     FLOAT8,
     AttentionProblem,
@@ -26,7 +27,7 @@ from ..problem import (
     lse_dtype,
     tile_operands,
 )
-from ..score_mod import derivative, described
+from ..score_mod import derivative, described, windowed
 from . import checks, dispatch, memo
 from .attn_mask import with_masks
 from .dispatch import Checked, decide
@@ -229,6 +230,8 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
         keywords = with_masks(*qkv[:2], keywords)
     if "score_mod" in keywords:
         keywords = with_score_mod(*qkv[:2], keywords)
+        if keywords.get("score_mod") and not isinstance(layout, Cached):
+            keywords = _under_window(*qkv[:2], layout, keywords)
     return qkv, layout, keywords
 
 
@@ -287,6 +290,34 @@ def with_score_mod(q: Any, k: Any, keywords: Keywords) -> Keywords:
         return options
     program, *tensors = described(function, lse_dtype(q.dtype), q.device)
     return {**options, "score_mod": program, **dict(zip(CAPTURED, tensors, strict=True))}
+
+
+def _under_window(q: Tensor, k: Tensor, layout: Dense | Packed, keywords: Keywords) -> Keywords:
+    """The options of a call, with a window in place of what its score function hides, if the
+    function hides keys as a window does and every sequence has the same number of keys more than
+    queries.
+    """
+    program, first, last = windowed(keywords["score_mod"])
+    others = ("seqused_q", "seqused_k", "mask", "block_mask")
+    if program == keywords["score_mod"] or any(keywords.get(x) is not None for x in others):
+        return keywords
+    if isinstance(layout, Dense):
+        more = k.shape[1] - q.shape[1] if q.dim() == k.dim() == 4 else None
+    else:
+        is_same = layout.cu_seqlens_q is layout.cu_seqlens_k and layout.page_table is None
+        more = 0 if is_same and layout.leftpad_k is None else None
+    given = checks.window(keywords.get("window_size"))
+    if type(more) is not int or any(side is not None and side < 0 for side in given):
+        return keywords
+    sides = (
+        (int(own) if side is None else min(int(own), side)) if own < math.inf else side
+        for own, side in zip((more - first, last - more), given, strict=True)
+    )
+    window = Window(*sides)
+    if any(side is not None and side < 0 for side in window):
+        return keywords
+    keywords = {**keywords, "score_mod": program, "window_size": window}
+    return keywords if program else {**keywords, **dict.fromkeys(CAPTURED)}
 
 
 def _operands(qkv: QKV, layout: Layout, keywords: Keywords) -> Operands:

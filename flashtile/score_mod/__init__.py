@@ -20,8 +20,17 @@ from .closure import dependencies
 from .derivative import derivative
 from .program import parsed
 from .trace import ScoreFunction, Traced, traced
+from .window import windowed
 
-__all__ = ["Described", "ScoreFunction", "derivative", "described", "parsed", "times_traced"]
+__all__ = [
+    "Described",
+    "ScoreFunction",
+    "derivative",
+    "described",
+    "parsed",
+    "times_traced",
+    "windowed",
+]
 
 
 class Described(NamedTuple):
@@ -77,7 +86,8 @@ def times_traced(program: str) -> int:
 def _traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -> Traced:
     found = traced(function, dtype, device)
     with _lock:
-        _times[found.program] = _times.get(found.program, 0) + 1
+        for program in {found.program, windowed(found.program).program}:
+            _times[program] = _times.get(program, 0) + 1
     return found
 
 

@@ -57,7 +57,8 @@ RARE = [*LIMITS][4:]  # with FULL only
 
 
 def call(head_dim: int, **options: Any) -> tuple[Operands, Options]:
-    sizes = {"B": 2, "M": 600, "N": 600, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": head_dim}
+    # More keys than queries: otherwise a function that is a causal mask becomes one.
+    sizes = {"B": 2, "M": 600, "N": 700, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": head_dim}
     tensors = qkv(generator(0), **sizes, dtype=torch.bfloat16)
     make = described if "score_mod" in options else describe
     return make(tensors, Dense(), options)
