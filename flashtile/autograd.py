@@ -393,7 +393,9 @@ class TangentFunction(torch.autograd.Function):
         operands, options = Operands(*rest[:_INPUTS]), Options(*rest[_INPUTS:])
         problem = AttentionProblem.of(operands, options)
         with autocast_off(operands.q):
-            return _higher().tangents(problem, operands, out, lse, moved)
+            kernels = backends.forward_mode(problem.device_type)
+            found = kernels and kernels.tangents(problem, operands, out, lse, moved)
+            return found or _higher().tangents(problem, operands, out, lse, moved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

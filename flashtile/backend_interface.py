@@ -103,6 +103,22 @@ class Backend(Protocol):
         """Softmax probabilities, negative where dropped."""
 
 
+class ForwardMode(Protocol):
+    """The further interface of a backend with kernels for forward mode."""
+
+    def tangents(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        moved: Tensors,
+    ) -> Results | None:
+        """The tangents of out and lse, from those of the differentiable operands, `moved`; None if
+        no kernel has them.
+        """
+
+
 class IndexChecker(Protocol):
     """The further interface of a backend that refuses indices outside of captured tensors."""
 

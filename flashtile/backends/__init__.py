@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 import torch
 
-from ..backend_interface import Appender, Backend, IndexChecker
+from ..backend_interface import Appender, Backend, ForwardMode, IndexChecker
 from . import cpu
 
 BackendName = Literal["cpu", "hopper", "triton"]  # the folders here
@@ -57,3 +57,8 @@ def index_checker(name: str) -> IndexChecker | None:
     """The backend `name`, if it is an `IndexChecker`."""
     module = BACKENDS[name]
     return cast(IndexChecker, module) if hasattr(module, "check_indices") else None
+
+
+def forward_mode(device_type: str) -> ForwardMode | None:
+    """The backend with kernels for forward mode, whichever ran the forward; None on a CPU."""
+    return cast(ForwardMode, BACKENDS["triton"]) if device_type == "cuda" else None

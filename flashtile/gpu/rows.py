@@ -47,14 +47,15 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, 0, *stride)
 
 
-def row_arguments(**tensors: Tensor) -> dict[str, Any]:
+def row_arguments(**tensors: Tensor | None) -> dict[str, Any]:
     """The arguments ``q_ptr``, ``q_batch``, ``q_row`` and ``q_head`` for a tensor `q`, shaped as in
-    `rows_of`, with adjacent elements.
+    `rows_of`, with adjacent elements; for None, a pointer that is None.
     """
+    strides = {name: (0, 0, 0) if x is None else _row_strides(x) for name, x in tensors.items()}
     return {
         f"{name}_{field}": value
         for name, x in tensors.items()
-        for field, value in zip(HeadRows._fields, (x, *_row_strides(x)), strict=True)
+        for field, value in zip(HeadRows._fields, (x, *strides[name]), strict=True)
     }
 
 

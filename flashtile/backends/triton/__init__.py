@@ -25,6 +25,7 @@ __all__ = [
     "prepared_backward",
     "prepared_forward",
     "probabilities",
+    "tangents",
     "unsupported_reasons",
 ]
 
@@ -133,6 +134,33 @@ def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackwar
     from . import launch
 
     return launch.prepared_backward(problem, tensors)
+
+
+def tangents(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    moved: Tensors,
+) -> Results | None:
+    """The tangents of out and lse, from those of the operands, `moved`; None if no kernel has
+    them.
+    """
+    along = Operands(*moved)  # type: ignore[arg-type]  # in which q, k and v may be None, too
+    has_cache = operands.page_table is not None or operands.cache_batch_idx is not None
+    # A score function's derivative is that in the score alone.
+    has_derivative = problem.options.score_mod == "" or problem.options.score_mod_gradient != ""
+    by_others = (along.captured, along.alibi_slopes, along.relative_bias)
+    if (
+        has_cache
+        or not has_derivative
+        or any(x is not None for x in by_others)
+        or unsupported_reasons(problem._replace(needs_grad=True))
+    ):
+        return None
+    from . import launch
+
+    return launch.tangents(problem, operands, out, lse, along)
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

@@ -23,10 +23,11 @@ from ...gpu.rows import (
 from ...gpu.score_source import GRADIENT, SCORE, function_of, source_of
 from ...ops.merge.kernel import merge_launch
 from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad
-from .arguments import NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
+from .arguments import NO_BIAS, NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .captured_source import CAPTURED, SUMS, captured_source, kept_tiles
 from .forward_pass import forward_kernel
+from .forward_tangent import forward_tangent_kernel
 from .masks import list_tiles_kernel
 from .plan import KernelPlan, Plan, plan
 from .score_gradients import (
@@ -342,6 +343,45 @@ def probabilities_launch(
     m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
     grid = (problem.B * problem.Hq, m_tiles, n_tiles)
     return Launch(probabilities_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+
+
+def tangent_launches(
+    problem: AttentionProblem,
+    operands: Operands,
+    moved: Operands,
+    results: tuple[Tensor, Tensor],
+    tangents: tuple[Tensor, Tensor],
+) -> list[Launch]:
+    """Fill the `tangents` of the `results`, out and lse, which are contiguous, along `moved`."""
+    q, k, v = map(with_adjacent_elements, operands[:3])
+    along = {
+        f"t{name}": None if x is None else with_aligned_rows(x)
+        for name, x in zip("qkv", moved, strict=False)
+    }
+    aligned = has_aligned_rows(q, k, v, *(x for x in along.values() if x is not None))
+    config, warps, stages = plan_with_functions(problem, aligned).queries
+    common = common_of(problem, operands)
+    launches, lists = [], NO_LISTS
+    if problem.block_tile is not None:
+        kernel_plan = KernelPlan(config, warps, stages)
+        lists, launch = lists_launch(problem, operands, common, kernel_plan, by_keys=False)
+        launches.append(launch)
+    arguments = {
+        **row_arguments(q=q, k=k, v=v, out=results[0], **along, tout=tangents[0]),
+        "lse_ptr": results[1],
+        "tlse_ptr": tangents[1],
+        "sink_ptr": at_boundary(operands.sink),
+        "tsink_ptr": at_boundary(moved.sink),
+        **common,
+        "tbias": NO_BIAS if moved.bias is None else bias_of(moved.bias, problem.N),
+        "lists": lists,
+        "HAS_SCORES": any(x is not None for x in (moved.q, moved.k, moved.bias, moved.sink)),
+        "cfg": config,
+    }
+    programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
+    # Twice as many tensors are in flight as in dQ.
+    stages = min(stages, 3 if config.BLOCK_D <= 64 else 2 if config.BLOCK_D <= 128 else 1)
+    return [*launches, Launch(forward_tangent_kernel, (programs,), arguments, warps, stages)]
 
 
 # Score functions as functions of Triton, made from their programs.

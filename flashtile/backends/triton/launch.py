@@ -31,6 +31,7 @@ from .kernel_launches import (
     backward_launches,
     forward_launches,
     probabilities_launch,
+    tangent_launches,
 )
 from .plan import has_large_scores, is_short, plan, splits_of
 from .score_gradients import gradients_of
@@ -188,6 +189,16 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     if has_large_scores(problem):
         probs.mul_(_lost_factors(probs, operands, lse)[..., None])
     return probs
+
+
+def tangents(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Operands
+) -> Results:
+    """The tangents of out and lse along `moved`; 0 in rows that belong to no sequence."""
+    results = out.contiguous(), lse.contiguous()
+    made = torch.zeros_like(results[0]), torch.zeros_like(results[1])
+    run(tangent_launches(problem, operands, moved, results, made), operands.q)
+    return made
 
 
 def _lost_factors(probs: Tensor, operands: Operands, lse: Tensor) -> Tensor:

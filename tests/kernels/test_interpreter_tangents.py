@@ -1,0 +1,106 @@
+"""Forward mode of the kernels in Triton's interpreter, by the rule, against the reference's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import cpu
+from flashtile.backends.triton import launch, plan
+from flashtile.problem import AttentionProblem, Operands
+from flashtile.testing import assert_close, normal
+
+from .cases import Call, make_call
+from .compare import converted
+from .reference import reference
+
+CASES = (
+    "causal, full tiles",
+    "causal, dead rows",
+    "window",
+    "packed",
+    "odd head dims",
+    "softcap",
+    "alibi",
+    "bias",
+    "bias of keys, 80 keys",
+    "sink",
+    "lengths",
+    "negative scale",
+    "no keys",
+    "relative bias of all distances",
+    "block mask",
+    "spans of heads",
+    "packed dropout",
+    "score function of many operations",
+)
+NAMES = ("q", "k", "v", "bias", "sink")
+
+
+def directions(operands: Operands) -> dict[str, Tensor]:
+    """Random tangents of the operands that can have one in a kernel."""
+    generator = torch.Generator().manual_seed(3)
+    present = {name: x for name in NAMES if (x := getattr(operands, name)) is not None}
+    return {n: normal(generator, *x.shape, dtype=x.dtype) for n, x in present.items()}
+
+
+def expected(call: Call, tangents: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tangents of out and lse, of the reference in `dtype`."""
+    operands, options = call
+    point = {name: getattr(operands, name).to(dtype) for name in tangents}
+
+    def results(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        found = reference(operands._replace(**x), options, compute_dtype=dtype)
+        return found.out, found.lse.masked_fill(found.lse == -torch.inf, 0.0)
+
+    moved: Any = {name: x.to(dtype) for name, x in tangents.items()}
+    made: tuple[Tensor, Tensor] = jvp(results, (point,), (moved,))[1]
+    return made
+
+
+def assert_tangents(
+    name: str, dtype: torch.dtype, seed: int, names: tuple[str, ...], **facts: Any
+) -> None:
+    operands, options = call = make_call(name, dtype, seed)
+    tangents = {n: x for n, x in directions(operands).items() if n in names}
+    exact = converted(operands, torch.float64)
+    out, lse = cpu.forward(AttentionProblem.of(exact, options), exact)
+    problem = AttentionProblem.of(operands, options)._replace(**facts)
+    along = Operands(*(tangents.get(n) for n in Operands._fields))  # type: ignore[arg-type]
+    found = launch.tangents(problem, operands, out.to(dtype), lse.float(), along)
+    truth = expected(call, tangents, torch.float64)
+    plain = expected(call, tangents, dtype)
+    for result, *compared in zip(("out", "lse"), found, truth, plain, strict=True):
+        assert_close(result, *compared, dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_of_every_option(name: str, dtype: torch.dtype, seed: int) -> None:
+    assert_tangents(name, dtype, seed, NAMES)
+
+
+@pytest.mark.parametrize("names", [(n,) for n in NAMES] + [("q", "v"), ("k", "v")], ids="+".join)
+def test_of_some_inputs(names: tuple[str, ...], seed: int) -> None:
+    name = {"bias": "bias", "sink": "sink"}.get(names[0], "packed dropout")
+    assert_tangents(name, torch.float32, seed, names)
+
+
+@pytest.mark.parametrize("name", ["causal, full tiles", "packed", "odd head dims"])
+def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
+    plan.plan.cache_clear()
+    assert_tangents(name, torch.float16, seed, NAMES, capability=(9, 0))
+
+
+def test_float32_in_six_products(seed: int) -> None:
+    assert_tangents("causal, full tiles", torch.float32, seed, NAMES, capability=(9, 0))
