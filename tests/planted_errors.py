@@ -218,6 +218,22 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: tangents without that of the sink",
+        "forward_tangent_kernel",
+        "mu += p * tl.load(tsink_ptr + h)",
+        "mu += p * tl.load(sink_ptr + h)",
+        "tests/kernels/test_interpreter_tangents.py -k sink",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: the tangents of hidden values count",
+        "add_keys",
+        "tv_tile = without_hidden(tv_tile, p)",
+        "tv_tile = tv_tile",
+        "tests/kernels/test_interpreter_tangents.py -k hidden",
+        interpreted=True,
+    ),
+    Planted(
         "triton: ALiBi favours distant keys",
         "scores_of",
         "s -= slope",

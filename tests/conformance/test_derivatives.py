@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tangent_error import tangent_variance, tangents_of
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jvp, vmap
@@ -15,7 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile.masks import BlockMask, Spans
-from flashtile.testing import assert_close, attention_reference, cu_seqlens, generator, normal
+from flashtile.testing import (
+    assert_close,
+    attention_reference,
+    cu_seqlens,
+    floor_of,
+    generator,
+    normal,
+)
 
 Call = Callable[..., Any]
 M, N = 5, 6
@@ -218,25 +226,24 @@ def test_precision_of_tangents(name: str, dtype: torch.dtype, backend: str) -> N
         tuple(normal(g, *shape, dtype=dtype).detach() for shape in shapes) for _ in range(2)
     )
 
-    def along(attend: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def along(attend: Call, dtype: torch.dtype) -> list[Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
             return attend(q, k, v, **options, **dict(zip(more, others, strict=True)))
 
-        primals, tangents = (tuple(x.to(dtype) for x in given) for given in (point, direction))
-        return jvp(call, primals, tangents)[1]
+        return tangents_of(call, *([x.to(dtype) for x in given] for given in (point, direction)))
 
-    def reference(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def reference(compute_dtype: torch.dtype, **how: Any) -> list[Tensor]:
         def attend(*args: Any, **given: Any) -> tuple[Tensor, Tensor]:
-            found = attention_reference(*args, compute_dtype=dtype, **given)
+            found = attention_reference(*args, compute_dtype=compute_dtype, **given, **how)
             return found.out, found.lse.masked_fill(found.lse == -torch.inf, 0.0)
 
-        return along(attend, dtype)
+        return along(attend, compute_dtype)
 
-    ours = partial(flashtile.attention, backend=backend, return_lse=True)
-    for result, x, truth, plain in zip(
-        ("out", "lse"), along(ours, dtype), reference(torch.float64), reference(dtype), strict=True
-    ):
-        assert_close(result, x, truth, plain, dtype=dtype)
+    got = along(partial(flashtile.attention, backend=backend, return_lse=True), dtype)
+    truth, plain = reference(torch.float64), reference(dtype)
+    floors = map(floor_of, reference(torch.float64, attend=tangent_variance(dtype)))
+    for result, *compared, floor in zip(("out", "lse"), got, truth, plain, floors, strict=True):
+        assert_close(result, *compared, floor=floor, dtype=dtype)
 
 
 def test_huge_scores_keep_their_sums() -> None:

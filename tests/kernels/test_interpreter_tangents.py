@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tangent_error import tangent_variance, tangents_of
 from torch import Tensor
-from torch.func import jvp
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.backends import cpu
 from flashtile.backends.triton import launch, plan
 from flashtile.problem import AttentionProblem, Operands
-from flashtile.testing import assert_close, normal
+from flashtile.testing import assert_close, floor_of, normal
 
 from .cases import Call, make_call
 from .compare import converted
@@ -53,18 +53,19 @@ def directions(operands: Operands) -> dict[str, Tensor]:
     return {n: normal(generator, *x.shape, dtype=x.dtype) for n, x in present.items()}
 
 
-def expected(call: Call, tangents: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tangents of out and lse, of the reference in `dtype`."""
+def expected(
+    call: Call, tangents: dict[str, Tensor], dtype: torch.dtype, **how: Any
+) -> list[Tensor]:
+    """The tangents of out and lse of the reference, computed in `dtype`."""
     operands, options = call
-    point = {name: getattr(operands, name).to(dtype) for name in tangents}
 
-    def results(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        found = reference(operands._replace(**x), options, compute_dtype=dtype)
+    def results(*x: Tensor) -> tuple[Tensor, Tensor]:
+        moved = operands._replace(**dict(zip(tangents, x, strict=True)))
+        found = reference(moved, options, compute_dtype=dtype, **how)
         return found.out, found.lse.masked_fill(found.lse == -torch.inf, 0.0)
 
-    moved: Any = {name: x.to(dtype) for name, x in tangents.items()}
-    made: tuple[Tensor, Tensor] = jvp(results, (point,), (moved,))[1]
-    return made
+    point = [getattr(operands, name).to(dtype) for name in tangents]
+    return tangents_of(results, point, [x.to(dtype) for x in tangents.values()])
 
 
 def assert_tangents(
@@ -79,8 +80,10 @@ def assert_tangents(
     found = launch.tangents(problem, operands, out.to(dtype), lse.float(), along)
     truth = expected(call, tangents, torch.float64)
     plain = expected(call, tangents, dtype)
-    for result, *compared in zip(("out", "lse"), found, truth, plain, strict=True):
-        assert_close(result, *compared, dtype=dtype, seed=seed)
+    floors = map(floor_of, expected(call, tangents, torch.float64, attend=tangent_variance(dtype)))
+    compared = zip(("out", "lse"), found, truth, plain, floors, strict=True)
+    for result, got, exactly, plainly, floor in compared:
+        assert_close(result, got, exactly, plainly, floor=floor, dtype=dtype, seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -93,6 +96,24 @@ def test_of_every_option(name: str, dtype: torch.dtype, seed: int) -> None:
 def test_of_some_inputs(names: tuple[str, ...], seed: int) -> None:
     name = {"bias": "bias", "sink": "sink"}.get(names[0], "packed dropout")
     assert_tangents(name, torch.float32, seed, names)
+
+
+@pytest.mark.parametrize(("name", "first"), [("lengths", 13), ("window before the query", 80)])
+def test_hidden_keys_may_hold_anything(name: str, first: int, seed: int) -> None:
+    """Keys that no query of a sequence sees, and their tangents."""
+    operands, options = make_call(name, torch.float16, seed)
+    problem = AttentionProblem.of(operands, options)
+    out, lse = cpu.forward(problem, operands)
+    found = []
+    for number in (0.0, torch.nan):
+        tangents = directions(operands)
+        hidden = {n: x.clone() for n, x in zip("kv", operands[1:3], strict=True)}
+        for x in (*hidden.values(), tangents["k"], tangents["v"]):
+            x[1, first:] = number
+        along = Operands(*(tangents.get(n) for n in Operands._fields))  # type: ignore[arg-type]
+        found.append(launch.tangents(problem, operands._replace(**hidden), out, lse, along))
+    for clean, other in zip(*found, strict=True):
+        assert torch.equal(clean, other)
 
 
 @pytest.mark.parametrize("name", ["causal, full tiles", "packed", "odd head dims"])
