@@ -189,8 +189,8 @@ CPU = [
     ),
     Planted(
         "forward mode: only the last keys count to the mean of dS",
-        "forward",
-        "mu += dS.sum(-1, keepdim=True)",
+        "attend",
+        "mu = mu + dS.sum(-1, keepdim=True)",
         "mu = dS.sum(-1, keepdim=True)",
         "tests/conformance/test_derivatives.py -k several",
     ),

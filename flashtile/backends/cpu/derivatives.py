@@ -1,11 +1,15 @@
 """Derivatives in forward mode, and derivatives of derivatives, by PyTorch's own operations on any
 device.
 
-The first derivative in forward mode is the loop of `tangents.py`. For all others, a tile is some
-queries of a segment with all keys that they see. PyTorch differentiates it as it is defined: the
-scores of `tiles.scores`, a softmax and a product with V. So every option, and every order and mode
-of differentiation, is a composition of `torch.func.vjp` with itself. Only one tile of scores exists
-at a time: memory is linear in the lengths.
+A tile here is some queries of a segment with all keys that they see. Only one tile of scores exists
+at a time: memory is linear in the lengths. `attend` computes a tile's results f(x) and, with the
+tangents w of the operands x, the tangents J w of the results, where J is the derivative of f. All
+other derivatives follow from it, in every option:
+
+- the first derivative in forward mode is J w itself;
+- the gradients of ``<c, J w>`` are the first derivative J^T c, with respect to w, and, with respect
+  to x, the derivative of the first derivative along w, because second derivatives are symmetric.
+  PyTorch finds them by one `torch.func.vjp` of `attend`, and differentiates that for third ones.
 
 The differentiable operands are a dict by name, `x`; gradients and tangents have the same names.
 """
@@ -30,20 +34,32 @@ from ...problem import (
     lse_dtype,
     lse_shape,
 )
-from . import tangents as in_tiles
+from .distances import adjacent_columns
+from .distances import bias_tile as relative_tile
 from .launch import tile_problem
-from .plan import PLAIN_BLOCK_N, Plan
-from .score_function import pushed
-from .segments import Segment, segments
-from .tiles import INFINITY, TileProblem, fold, keys_and_values, scores, unfold
+from .plan import Plan
+from .segments import KeyRun, Segment, segments
+from .tiles import (
+    INFINITY,
+    ScoreSlope,
+    TileProblem,
+    bias_tile,
+    exp_,
+    fold,
+    keys_and_values,
+    scores,
+    unfold,
+)
 
 Tensors = dict[str, Tensor]
 Optional = tuple[Tensor | None, ...]  # one for each differentiable operand
 Cotangents = tuple[Tensor, ...]  # of out, and of lse if somebody differentiates it
-Tile = Callable[[Tensors], Cotangents]  # from x to the call's results, 0 in the rows of other tiles
+Results = tuple[Tensor, Tensor]  # O (batch, heads, rows, Dv), L (batch, heads, rows)
+# From operands and tangents to the call's (out, lse) and their tangents, 0 in other tiles' rows.
+Tile = Callable[[Tensors, Tensors], tuple[Cotangents, Cotangents]]
 T = TypeVar("T")
 
-ROWS, TANGENT_ROWS = 64, 128  # of a tile, at least
+ROWS = 128  # of a tile, at least
 GPU_SCORES = 1 << 24  # of a tile on a GPU, if they are no fewer rows: it waits for the host
 NAMES = Operands._fields[:DIFFERENTIABLE]
 
@@ -52,33 +68,33 @@ def tangents(
     problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Optional
 ) -> Cotangents:
     """The tangents of out and lse, from those of the operands, `moved`."""
-    directions = _by_name(operands, moved)
-    along = operands._replace(**directions)
+    w = _by_name(operands, moved)
     dtype = lse_dtype(operands.q.dtype)
-    keys = max(problem.N, 1) if operands.q.is_cuda else PLAIN_BLOCK_N
-    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    found = torch.zeros_like(out), torch.zeros_like(lse)
     with operands.q.device:  # of index tensors
-        for segment, rows in _segments(problem, operands, TANGENT_ROWS):
-            plan = Plan("plain", dtype, rows, keys, ())
-            tp, tp_along = (tile_problem(problem, x, segment, plan) for x in (operands, along))
-            O, L = segment.queries(out).to(dtype), segment.rows(lse).to(dtype)
-            dO, dL = in_tiles.forward(tp, tp_along, set(directions), O, L)
-            segment.queries(dout).copy_(dO)
-            segment.rows(dlse).copy_(dL)
-    return dout, dlse
+        for segment, tiles in _segments(problem, operands):
+            tp, along = _tile_problems(problem, operands, segment, {}, w)
+            O, L = segment.queries(out), segment.rows(lse)
+            for m0, m1 in tiles:
+                results = O[:, :, m0:m1].to(dtype), L[:, :, m0:m1].to(dtype)
+                _, (tO, tL) = attend(tp, along, set(w), m0, m1, results)
+                segment.queries(found[0])[:, :, m0:m1] = tO
+                segment.rows(found[1])[:, :, m0:m1] = tL
+    return found
 
 
 def tangents_derivative(
     problem: AttentionProblem, operands: Operands, moved: Optional, cotangents: Cotangents
 ) -> tuple[Optional, Optional]:
-    """The gradients of the operands and of `moved`, from the `cotangents` of `tangents`.
+    """The gradients of the operands and of `moved`, from the `cotangents` of `tangents`."""
+    x, w = _by_name(operands, operands), _by_name(operands, moved)
+    c = _in_dtype(operands, cotangents)
 
-    Tangents are linear in `moved`: their gradients are those of the first derivative. Those of the
-    operands are its derivative along `moved`, because second derivatives are symmetric.
-    """
-    still = tuple(map(torch.zeros_like, cotangents))
-    first, second = _along(problem, operands, cotangents, moved, still)
-    return _by_operand(operands, second), _by_operand(moved, first)
+    def of_tile(tile: Tile) -> tuple[Tensors, Tensors]:
+        return vjp(lambda x, w: tile(x, w)[1], x, w)[1](c)
+
+    dx, dw = _sum(of_tile, problem, operands, len(c))
+    return _by_operand(operands, dx), _by_operand(moved, dw)
 
 
 def gradient_tangents(
@@ -89,49 +105,29 @@ def gradient_tangents(
     moved_cotangents: Cotangents,
 ) -> Optional:
     """The tangents of the first derivative, from those of the operands and of the cotangents."""
-    return _by_operand(operands, _along(problem, operands, cotangents, moved, moved_cotangents)[1])
+    x, w = _by_name(operands, operands), _by_name(operands, moved)
+    c = _in_dtype(operands, moved_cotangents), _in_dtype(operands, cotangents)
+
+    def of_tile(tile: Tile) -> Tensors:
+        return vjp(lambda x: tile(x, w), x)[1](c)[0]
+
+    return _by_operand(operands, _sum(of_tile, problem, operands, len(cotangents)))
 
 
 def second_derivative(
     problem: AttentionProblem, operands: Operands, cotangents: Cotangents, dgradients: Optional
 ) -> tuple[Optional, Cotangents]:
     """The gradients of the operands and of the cotangents, from those of the first derivative."""
-    wanted = _by_name(operands, dgradients)
-    x = _by_name(operands, operands)
-    wanted = {name: torch.zeros_like(y) for name, y in x.items()} | wanted
+    x, w = _by_name(operands, operands), _by_name(operands, dgradients)
+    c = _in_dtype(operands, cotangents)
 
     def of_tile(tile: Tile) -> tuple[Tensors, Cotangents]:
-        first = partial(_first_derivative, tile, {})
-        return vjp(first, x, _in_dtype(operands, cotangents))[1](wanted)
+        along, pull, *_ = vjp(lambda x: tile(x, w)[1], x)
+        return pull(c)[0], along
 
     dx, dcotangents = _sum(of_tile, problem, operands, len(cotangents))
     pairs = zip(dcotangents, cotangents, strict=True)
     return _by_operand(operands, dx), tuple(d.to(c.dtype) for d, c in pairs)
-
-
-def _along(
-    problem: AttentionProblem,
-    operands: Operands,
-    cotangents: Cotangents,
-    moved: Optional,
-    moved_cotangents: Cotangents,
-) -> tuple[Tensors, Tensors]:
-    """The first derivative and its tangents, by name."""
-    directions = _by_name(operands, moved)
-    x = _by_name(operands, operands)
-    start = {name: x[name] for name in directions}, _in_dtype(operands, cotangents)
-
-    def of_tile(tile: Tile) -> tuple[Tensors, Tensors]:
-        first = partial(_first_derivative, tile, x)
-        return pushed(first, start, (directions, _in_dtype(operands, moved_cotangents)))
-
-    return _sum(of_tile, problem, operands, len(cotangents))
-
-
-def _first_derivative(tile: Tile, fixed: Tensors, x: Tensors, cotangents: Cotangents) -> Tensors:
-    """The gradients of all operands; `x` are those of which it is a function."""
-    (gradients,) = vjp(tile, fixed | x)[1](cotangents)
-    return gradients
 
 
 def _by_name(operands: Operands, tensors: Optional) -> Tensors:
@@ -153,18 +149,18 @@ def _in_dtype(operands: Operands, cotangents: Cotangents) -> Cotangents:
 def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Operands, n: int) -> T:
     """The sum over the tiles, of which each has the first `n` of (out, lse)."""
     with operands.q.device:  # of index tensors
-        total = of_tile(lambda x: _zeros(operands, x["q"])[:n])
-        for segment, step in _segments(problem, operands, ROWS):
-            for rows in segment.mask.query_tiles(step):
+        total = of_tile(lambda x, w: (_zeros(operands, x["q"])[:n],) * 2)
+        for segment, tiles in _segments(problem, operands):
+            for rows in tiles:
                 tile = partial(_tile, problem, operands, segment, rows, n)
                 total = tree_map(torch.add, total, of_tile(tile))
     return total
 
 
 def _segments(
-    problem: AttentionProblem, operands: Operands, rows: int
-) -> Iterator[tuple[Segment, int]]:
-    """The segments of a call, each with the rows of a tile: more than `rows` on a GPU."""
+    problem: AttentionProblem, operands: Operands
+) -> Iterator[tuple[Segment, list[tuple[int, int]]]]:
+    """The segments of a call, with the rows of their tiles."""
     if operands.q.dtype in FLOAT8:
         raise NotImplementedError(
             f"q: got {dtype_name(operands.q.dtype)}, of which there are neither higher derivatives "
@@ -173,13 +169,25 @@ def _segments(
     for segment in segments(problem, operands):
         count = len(range(problem.B)[segment.batch]) * len(range(problem.Hq)[segment.heads])
         of_row = max(count * segment.mask.visibility.N, 1)
-        yield segment, max(rows, GPU_SCORES // of_row if operands.q.is_cuda else 0)
+        step = max(ROWS, GPU_SCORES // of_row if operands.q.is_cuda else 0)
+        yield segment, segment.mask.query_tiles(step)
 
 
-def _zeros(operands: Operands, like: Tensor) -> tuple[Tensor, Tensor]:
+def _zeros(operands: Operands, like: Tensor) -> Results:
     """Zeros of the shapes of out and lse."""
     q, v = operands.q, operands.v
     return like.new_zeros(*q.shape[:-1], v.shape[-1]), like.new_zeros(lse_shape(operands))
+
+
+def _tile_problems(
+    problem: AttentionProblem, operands: Operands, segment: Segment, x: Tensors, w: Tensors
+) -> tuple[TileProblem, TileProblem]:
+    """A segment with the operands `x`, and the same with tangents instead, where there are any."""
+    plan = Plan("plain", lse_dtype(operands.q.dtype), 1, max(problem.N, 1), ())
+    tp, along = (
+        tile_problem(problem, operands._replace(**tensors), segment, plan) for tensors in (x, x | w)
+    )
+    return tp, along
 
 
 def _tile(
@@ -189,45 +197,115 @@ def _tile(
     rows: tuple[int, int],
     n: int,
     x: Tensors,
-) -> Cotangents:
+    w: Tensors,
+) -> tuple[Cotangents, Cotangents]:
     """The rows of a tile in tensors of the whole call."""
-    plan = Plan("plain", lse_dtype(operands.q.dtype), 1, max(problem.N, 1), ())
-    tp = tile_problem(problem, operands._replace(**x), segment, plan)
-    O, L = attend(tp, *rows)
-    out, lse = _zeros(operands, O)
-    segment.queries(out)[:, :, slice(*rows)] = O
-    segment.rows(lse)[:, :, slice(*rows)] = L
-    return (out, lse)[:n]
+    tp, along = _tile_problems(problem, operands, segment, x, w)
+
+    def in_call(results: Results) -> Cotangents:
+        out, lse = _zeros(operands, results[0])
+        segment.queries(out)[:, :, slice(*rows)] = results[0]
+        segment.rows(lse)[:, :, slice(*rows)] = results[1]
+        return (out, lse)[:n]
+
+    results, moved = attend(tp, along, set(w), *rows)
+    return in_call(results), in_call(moved)
 
 
-def attend(tp: TileProblem, m0: int, m1: int) -> tuple[Tensor, Tensor]:
-    """O (batch, heads, rows, Dv) and L (batch, heads, rows) by the definition. A row that sees no
-    key has O = 0 and L = 0 (with a sink: the sink).
+def attend(
+    tp: TileProblem,
+    along: TileProblem,
+    names: set[str],
+    m0: int,
+    m1: int,
+    results: Results | None = None,
+) -> tuple[Results, Results]:
+    """(O, L) of a tile by the definition, and their tangents. A row that sees no key has O = 0 and
+    L = 0 (with a sink: the sink).
+
+    With dS the tangents of the scores and mu the row sums of P * dS, which are the tangents of L,
+    those of O are (P * dS) V + P dV - mu O.
+
+    Args:
+        along: `tp` with tangents instead of the operands `names`; the others are constant.
+        results: O and L, if they are known; nothing is differentiated again then.
     """
-    shape = *tp.Q.shape[:2], m1 - m0
-    Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
-    S_parts, V_parts, kept = [], [], []
-    if tp.sink is not None:  # a key whose value is zero
-        S_parts.append(tp.sink[:, None, None].expand(*shape, 1))
-        V_parts.append(tp.V.new_zeros(*tp.V.shape[:2], 1, tp.V.shape[-1]))
-        kept.append(torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(*shape, 1))
+    Q, dQ = (
+        fold(x.Q.narrow(2, m0, m1 - m0) * tp.score.options.softmax_scale, tp.K) for x in (tp, along)
+    )
+    row = Q.new_zeros(*tp.Q.shape[:2], m1 - m0, 1)
+    sink, dsink = row - INFINITY, row
+    if tp.sink is not None and along.sink is not None:  # a key whose value is zero
+        sink = row + tp.sink[:, None, None]
+        dsink = row + along.sink[:, None, None] if "sink" in names else row
+    parts = []
     for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
-        K, V = keys_and_values(tp, m0, m1, run)
-        S_parts.append(scores(tp, Q @ K.mT, m0, m1, run)[0])
-        V_parts.append(V)
-        if tp.dropout is not None:
-            kept.append(tp.dropout.kept(m0, m1, run))
-    if not S_parts:
-        return Q.new_zeros(*shape, tp.V.shape[-1]), Q.new_zeros(shape)
-    S = torch.cat(S_parts, -1)  # (batch, heads, rows, keys)
-    dead = (S == -INFINITY).all(-1, keepdim=True)
-    S = S.masked_fill(dead, 0.0)
-    m = S.detach().amax(-1, keepdim=True)  # not exp(S - L), which loses l beside a huge m
-    P = torch.exp(S - m)
-    l = P.sum(-1, keepdim=True)
-    L = (m + torch.log(l)).squeeze(-1)
-    P = P / l
-    if tp.dropout is not None:
-        P = P * torch.cat(kept, -1) / tp.keep
-    O = unfold(fold(P, tp.K) @ torch.cat(V_parts, -2), tp.Q)
-    return O.masked_fill(dead, 0.0), L.masked_fill(dead[..., 0], 0.0)
+        (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in (tp, along))
+        S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
+        assert slope is not None
+        dS = None
+        if names != {"v"}:
+            dS = unfold(dQ @ K.mT, tp.Q) if "q" in names else torch.zeros_like(S)
+            dS = dS + unfold(Q @ dK.mT, tp.Q) if "k" in names else dS
+            dS = score_tangents(tp, along, names, dS, slope, (m0, m1), run)
+        kept = None if tp.dropout is None else tp.dropout.kept(m0, m1, run) / tp.keep
+        parts.append((S, dS, V, dV, kept))
+    if results is None:
+        largest = [sink, *(S.amax(-1, keepdim=True) for S, *_ in parts)]
+        m = torch.cat(largest, -1).detach().amax(-1, keepdim=True)
+    else:
+        m = results[1][..., None]
+    dead = m == -INFINITY
+    m = m.masked_fill(dead, 0.0)  # not exp(S - L), which loses l beside a huge m
+    l = torch.exp(sink - m)
+    mu = l * dsink
+    O = dO = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
+    for S, dS, V, dV, kept in parts:
+        P = torch.exp(S - m) if results is None else exp_(S - m)
+        l = l + P.sum(-1, keepdim=True)
+        if dS is not None:
+            dS = P * dS
+            mu = mu + dS.sum(-1, keepdim=True)
+            dO = dO + fold(dS if kept is None else dS * kept, tp.K) @ V
+        P = P if kept is None else P * kept
+        if results is None:
+            O = O + fold(P, tp.K) @ V
+        if "v" in names:
+            dO = dO + fold(P, tp.K) @ dV
+    l = l.masked_fill(dead, 1.0)
+    mu = mu / l
+    if results is None:
+        results = unfold(O, tp.Q) / l, (m + torch.log(l)).squeeze(-1)
+    return results, (unfold(dO, tp.Q) / l - mu * results[0], mu.squeeze(-1))
+
+
+def score_tangents(
+    tp: TileProblem,
+    along: TileProblem,
+    names: set[str],
+    dS: Tensor,
+    slope: ScoreSlope,
+    rows: tuple[int, int],
+    run: KeyRun,
+) -> Tensor:
+    """The tangents of scores, (batch, heads, rows, keys), from those of the scaled products, `dS`,
+    and the slope that `tiles.scores` returns.
+    """
+    rule, of = along.score, tp.score.function
+    if slope.softcap is not None:
+        dS = dS * slope.softcap
+    if slope.capped is not None and of is not None and rule.function is not None:
+        dvalues = rule.function.values if "captured" in names else None
+        dS = of.tangent(slope.capped, dS, dvalues, rows, run)
+    if rule.alibi_slopes is not None and "alibi_slopes" in names:
+        visibility = tp.mask.visibility
+        p = visibility.row_positions(*rows)[:, None]
+        distance = (p - visibility.key_positions(run.start, run.stop)).abs().to(dS.dtype)
+        dS = dS - rule.alibi_slopes * distance
+    if rule.bias is not None and "bias" in names:
+        dS = dS + bias_tile(rule.bias, *rows, run)
+    if rule.relative_bias is not None and "relative_bias" in names:
+        columns = adjacent_columns(tp.mask.visibility, rows, run)
+        count = rows[1] - rows[0]
+        dS = dS + torch.cat([relative_tile(rule.relative_bias, d, count) for _, d in columns], -1)
+    return dS

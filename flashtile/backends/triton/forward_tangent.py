@@ -115,18 +115,6 @@ def add_keys(
     return acc, mu, row_sum
 
 
-@triton.jit
-def source_or_none(
-    x, b, start, h, count, cfg: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
-    """`tile_source` of the rows of a head of `x`, if there are any."""
-    source = None
-    if x.ptr is not None:
-        source = tile_source(x, rows_base(x, b, start, h), count, cfg, DIM, BLOCK, BLOCK_DIM)
-    return source
-
-
 @triton.jit(do_not_specialize=unspecialised("q", "k", "v", "out", "tq", "tk", "tv", "tout"))
 def forward_tangent_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
@@ -200,8 +188,14 @@ def forward_tangent_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
-    tk_source = source_or_none(tk, b, start_k, kv_head, N, cfg, cfg.D, BLOCK_N, BLOCK_D)
-    tv_source = source_or_none(tv, b, start_k, kv_head, N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
+    tk_source = k_source
+    if tk_ptr is not None:
+        tk_base = rows_base(tk, b, start_k, kv_head)
+        tk_source = tile_source(tk, tk_base, N, cfg, cfg.D, BLOCK_N, BLOCK_D)
+    tv_source = v_source
+    if tv_ptr is not None:
+        tv_base = rows_base(tv, b, start_k, kv_head)
+        tv_source = tile_source(tv, tv_base, N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, positions, mask, cfg)
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
 
