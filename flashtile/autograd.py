@@ -359,7 +359,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _one_by_one(AttentionFunction, info, in_dims, args), (0, 0)
+        return _mapped(AttentionFunction, 0, info, in_dims, args), (0, 0)
 
 
 class DualAttention(AttentionFunction):
@@ -378,7 +378,7 @@ class DualAttention(AttentionFunction):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _one_by_one(DualAttention, info, in_dims, args), (0, 0)
+        return _mapped(DualAttention, 0, info, in_dims, args), (0, 0)
 
 
 class TangentFunction(torch.autograd.Function):
@@ -413,7 +413,7 @@ class TangentFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return _one_by_one(TangentFunction, info, in_dims, args), (0, 0)
+        return _mapped(TangentFunction, _MOVED, info, in_dims, args), (0, 0)
 
 
 def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -538,17 +538,32 @@ class AttentionBackwardFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        results = _one_by_one(AttentionBackwardFunction, info, in_dims, args)
+        results = _mapped(AttentionBackwardFunction, 5, info, in_dims, args)
         return results, (0,) * len(results)
 
 
-def _one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """vmap rule: one call for each element. Any operand may carry the mapped dimension."""
-    calls = [
-        function.apply(
-            *(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True))
+def _mapped(
+    function: Any, first: int, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> Any:
+    """vmap rule: one call whose batch has that of every element. Where sequences share more than
+    rows of q, k and v, or are numbered, one call for each element. Any operand may be mapped.
+
+    Args:
+        first: the index of the operands in `args`; the tensors before them have a batch, too.
+    """
+    n, options = info.batch_size, Options(*args[first + _INPUTS :])
+    pairs = list(zip(args, in_dims, strict=True))
+    if options.score_mod == "" and all(x is None for x in args[first + 3 : first + _INPUTS]):
+
+        def in_batch(x: Tensor, d: int | None) -> Tensor:
+            return (x.expand(n, *x.shape) if d is None else x.movedim(d, 0)).flatten(0, 1)
+
+        results = function.apply(
+            *(in_batch(x, d) if isinstance(x, Tensor) else x for x, d in pairs)
         )
-        for i in range(info.batch_size)
+        return tuple(x.unflatten(0, (n, x.shape[0] // n)) for x in results)
+    calls = [
+        function.apply(*(x if d is None else x.select(d, i) for x, d in pairs)) for i in range(n)
     ]
     return tuple(torch.stack(results) for results in zip(*calls, strict=True))
 

@@ -87,8 +87,8 @@ CASES: dict[str, Callable[[], tuple[Call, tuple[Tensor, ...]]]] = {
         tensors((1, M, 2, 4), (1, N, 1, 4), (1, N, 1, 3), (1, M, 2, 3)),
     ),
     "several tiles": lambda: (
-        lambda q, k, v: flashtile.attention(q, k, v, causal=True)[:, ::9],
-        tensors(*[(1, 70, 1, 2)] * 3),
+        lambda q, k, v: flashtile.attention(q, k, v, causal=True)[:, ::19],
+        tensors(*[(1, 150, 1, 2)] * 3),
     ),
     "nothing": lambda: (flashtile.attention, tensors((2, 0, 4, 4), (2, N, 2, 4), (2, N, 2, 3))),
 }
@@ -168,6 +168,30 @@ def test_gradients_of_tangents(options: dict[str, Any]) -> None:
 
         found.append(grad(along, argnums=(0, 1))(points, directions))
     torch.testing.assert_close(*found)
+
+
+class Calls(TorchDispatchMode):
+    """How often our own operations run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "flashtile"
+        return func(*args, **(kwargs or {}))
+
+
+def test_mapped_calls_are_one_batch() -> None:
+    """A forward and a backward for all directions; with a bias, for each of them."""
+    rows = torch.stack((X, T, X - T))
+    for options, count in (({}, 2), ({"bias": CONSTANTS["bias"]["bias"]}, 6)):
+
+        def loss(x: Tensor, options: dict[str, Any] = options) -> Tensor:
+            return flashtile.attention(x, K, V, **options).square().sum()
+
+        with Calls() as calls:
+            found = vmap(grad(loss))(rows)
+        assert calls.count == count
+        torch.testing.assert_close(found, torch.stack([grad(loss)(x) for x in rows]))
 
 
 def test_dual_numbers_with_constants() -> None:
