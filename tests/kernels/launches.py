@@ -11,6 +11,7 @@ from flashtile.backends.triton.kernel_launches import (
     backward_launches,
     forward_launches,
     probabilities_launch,
+    tangent_launches,
 )
 from flashtile.backends.triton.launch import backward_buffers, forward_buffers
 from flashtile.backends.triton.support import unsupported_reasons
@@ -60,6 +61,14 @@ def probabilities_launches(operands: Operands, options: Options, device: str) ->
     lse = torch.empty(problem.B, problem.Hq, problem.M)
     probs = operands.q.new_empty(problem.B, problem.Hq, problem.M, problem.N)
     return [probabilities_launch(problem, operands, lse, probs)]
+
+
+def launches_of_tangents(operands: Operands, options: Options, device: str) -> list[Launch]:
+    """The launches of the call in forward mode, where all that can has a tangent."""
+    problem = _problem(operands, options, device)
+    moved = Operands(*operands[:5], *(None,) * (len(operands) - 5))
+    results = forward_buffers(problem, operands)[:2]
+    return tangent_launches(problem, operands, moved, results, results)
 
 
 def append_launches(device: str) -> list[Launch]:

@@ -53,6 +53,7 @@ from .launches import (
     append_launches,
     gather_launches,
     launches,
+    launches_of_tangents,
     probabilities_launches,
     rotary_launches,
     step_launches,
@@ -153,6 +154,17 @@ def test_dk_and_dv_wait_for_groups_of_wgmma(rule: str, head_dim: int):
         if launch.kernel.__name__ == "key_gradient_kernel"
     )
     assert not report(launch).is_serialised
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rule", ["none", "full", "grouped heads", "packed"])
+def test_tangents_wait_for_groups_of_wgmma(rule: str, head_dim: int):
+    """And spill nothing, although they hold twice the operands of dQ."""
+    (launch,) = launches_of_tangents(*ruled(rule, head_dim), "sm_90")
+    found = report(launch)
+    assert not found.is_serialised
+    assert found.spilled == 0
+    assert found.shared <= DEVICES["sm_90"].shared
 
 
 def ruled(rule: str, head_dim: int) -> Call:
@@ -303,6 +315,8 @@ OPTIONS = {
     ),
     "pages": lambda device: launches(*make_call("pages", torch.bfloat16), device, backward=False),
     "probabilities": lambda device: probabilities_launches(*scores(), device),
+    "tangents": lambda device: launches_of_tangents(*scores(), device),
+    "tangents of tiles": lambda device: launches_of_tangents(*tiles(), device),
     "append": append_launches,
     "rotary": lambda device: rotary_launches(),
     "gather": lambda device: gather_launches(),
