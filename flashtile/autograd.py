@@ -395,7 +395,7 @@ class TangentFunction(torch.autograd.Function):
         with autocast_off(operands.q):
             kernels = backends.forward_mode(problem.device_type)
             found = kernels and kernels.tangents(problem, operands, out, lse, moved)
-            return found or _higher().tangents(problem, operands, out, lse, moved)
+            return found or _higher().tangents(problem, operands, moved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

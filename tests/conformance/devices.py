@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.utils import _pytree as pytree
 
@@ -92,7 +93,13 @@ def _moved(value: Any, device: torch.device, memory: Memory) -> Any:
         return Spans(*(x.to(device) for x in value))
     if isinstance(value, functools.partial):  # a score function, after the tensors that it captures
         return functools.partial(value.func, *(x.to(device) for x in value.args))
-    return _Carry.apply(value, device, memory) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if forward_ad._current_level >= 0:
+        primal, tangent = forward_ad.unpack_dual(value)
+        if tangent is not None:
+            return forward_ad.make_dual(_moved(primal, device, memory), tangent.to(device))
+    return _Carry.apply(value, device, memory)
 
 
 def _storage(x: Tensor) -> Tensor:

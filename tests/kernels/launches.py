@@ -66,9 +66,8 @@ def probabilities_launches(operands: Operands, options: Options, device: str) ->
 def launches_of_tangents(operands: Operands, options: Options, device: str) -> list[Launch]:
     """The launches of the call in forward mode, where all that can has a tangent."""
     problem = _problem(operands, options, device)
-    moved = Operands(*operands[:5], *(None,) * (len(operands) - 5))
     results = forward_buffers(problem, operands)[:2]
-    return tangent_launches(problem, operands, moved, results, results)
+    return tangent_launches(problem, (*operands, *operands[:5], *results), results)
 
 
 def append_launches(device: str) -> list[Launch]:

@@ -76,7 +76,7 @@ def assert_tangents(
     exact = converted(operands, torch.float64)
     out, lse = cpu.forward(AttentionProblem.of(exact, options), exact)
     problem = AttentionProblem.of(operands, options)._replace(**facts)
-    along = Operands(*(tangents.get(n) for n in Operands._fields))  # type: ignore[arg-type]
+    along = tuple(tangents.get(n) for n in NAMES)
     found = launch.tangents(problem, operands, out.to(dtype), lse.float(), along)
     truth = expected(call, tangents, torch.float64)
     plain = expected(call, tangents, dtype)
@@ -110,7 +110,7 @@ def test_hidden_keys_may_hold_anything(name: str, first: int, seed: int) -> None
         hidden = {n: x.clone() for n, x in zip("kv", operands[1:3], strict=True)}
         for x in (*hidden.values(), tangents["k"], tangents["v"]):
             x[1, first:] = number
-        along = Operands(*(tangents.get(n) for n in Operands._fields))  # type: ignore[arg-type]
+        along = tuple(tangents.get(n) for n in NAMES)
         found.append(launch.tangents(problem, operands._replace(**hidden), out, lse, along))
     for clean, other in zip(*found, strict=True):
         assert torch.equal(clean, other)

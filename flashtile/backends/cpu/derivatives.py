@@ -44,7 +44,6 @@ from .tiles import (
     ScoreSlope,
     TileProblem,
     bias_tile,
-    exp_,
     fold,
     keys_and_values,
     scores,
@@ -55,32 +54,30 @@ Tensors = dict[str, Tensor]
 Optional = tuple[Tensor | None, ...]  # one for each differentiable operand
 Cotangents = tuple[Tensor, ...]  # of out, and of lse if somebody differentiates it
 Results = tuple[Tensor, Tensor]  # O (batch, heads, rows, Dv), L (batch, heads, rows)
-# From operands and tangents to the call's (out, lse) and their tangents, 0 in other tiles' rows.
-Tile = Callable[[Tensors, Tensors], tuple[Cotangents, Cotangents]]
+# From operands, tangents and `wants_results` to the call's (out, lse) and their tangents. Rows of
+# other tiles are 0.
+Tile = Callable[[Tensors, Tensors, bool], tuple[Cotangents, Cotangents]]
 T = TypeVar("T")
 
 ROWS = 128  # of a tile, at least
 GPU_SCORES = 1 << 24  # of a tile on a GPU, if they are no fewer rows: it waits for the host
 NAMES = Operands._fields[:DIFFERENTIABLE]
+VALUES = {"v"}  # the only tangents that leave the scores alone
 
 
-def tangents(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Optional
-) -> Cotangents:
+def tangents(problem: AttentionProblem, operands: Operands, moved: Optional) -> Cotangents:
     """The tangents of out and lse, from those of the operands, `moved`."""
     w = _by_name(operands, moved)
-    dtype = lse_dtype(operands.q.dtype)
-    found = torch.zeros_like(out), torch.zeros_like(lse)
+    dout, dlse = _zeros(operands, operands.q)
+    dlse = dlse.to(lse_dtype(operands.q.dtype))
     with operands.q.device:  # of index tensors
         for segment, tiles in _segments(problem, operands):
             tp, along = _tile_problems(problem, operands, segment, {}, w)
-            O, L = segment.queries(out), segment.rows(lse)
             for m0, m1 in tiles:
-                results = O[:, :, m0:m1].to(dtype), L[:, :, m0:m1].to(dtype)
-                _, (tO, tL) = attend(tp, along, set(w), m0, m1, results)
-                segment.queries(found[0])[:, :, m0:m1] = tO
-                segment.rows(found[1])[:, :, m0:m1] = tL
-    return found
+                _, (dO, dL) = attend(tp, along, set(w), m0, m1, wants_results=False)
+                segment.queries(dout)[:, :, m0:m1] = dO
+                segment.rows(dlse)[:, :, m0:m1] = dL
+    return dout, dlse
 
 
 def tangents_derivative(
@@ -91,7 +88,7 @@ def tangents_derivative(
     c = _in_dtype(operands, cotangents)
 
     def of_tile(tile: Tile) -> tuple[Tensors, Tensors]:
-        return vjp(lambda x, w: tile(x, w)[1], x, w)[1](c)
+        return vjp(lambda x, w: tile(x, w, False)[1], x, w)[1](c)
 
     dx, dw = _sum(of_tile, problem, operands, len(c))
     return _by_operand(operands, dx), _by_operand(moved, dw)
@@ -109,7 +106,7 @@ def gradient_tangents(
     c = _in_dtype(operands, moved_cotangents), _in_dtype(operands, cotangents)
 
     def of_tile(tile: Tile) -> Tensors:
-        return vjp(lambda x: tile(x, w), x)[1](c)[0]
+        return vjp(lambda x: tile(x, w, True), x)[1](c)[0]
 
     return _by_operand(operands, _sum(of_tile, problem, operands, len(cotangents)))
 
@@ -122,7 +119,7 @@ def second_derivative(
     c = _in_dtype(operands, cotangents)
 
     def of_tile(tile: Tile) -> tuple[Tensors, Cotangents]:
-        along, pull, *_ = vjp(lambda x: tile(x, w)[1], x)
+        along, pull, *_ = vjp(lambda x: tile(x, w, False)[1], x)
         return pull(c)[0], along
 
     dx, dcotangents = _sum(of_tile, problem, operands, len(cotangents))
@@ -149,7 +146,7 @@ def _in_dtype(operands: Operands, cotangents: Cotangents) -> Cotangents:
 def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Operands, n: int) -> T:
     """The sum over the tiles, of which each has the first `n` of (out, lse)."""
     with operands.q.device:  # of index tensors
-        total = of_tile(lambda x, w: (_zeros(operands, x["q"])[:n],) * 2)
+        total = of_tile(lambda x, w, _: (_zeros(operands, x["q"])[:n],) * 2)
         for segment, tiles in _segments(problem, operands):
             for rows in tiles:
                 tile = partial(_tile, problem, operands, segment, rows, n)
@@ -198,6 +195,7 @@ def _tile(
     n: int,
     x: Tensors,
     w: Tensors,
+    wants_results: bool = True,
 ) -> tuple[Cotangents, Cotangents]:
     """The rows of a tile in tensors of the whole call."""
     tp, along = _tile_problems(problem, operands, segment, x, w)
@@ -208,7 +206,7 @@ def _tile(
         segment.rows(lse)[:, :, slice(*rows)] = results[1]
         return (out, lse)[:n]
 
-    results, moved = attend(tp, along, set(w), *rows)
+    results, moved = attend(tp, along, set(w), *rows, wants_results)
     return in_call(results), in_call(moved)
 
 
@@ -218,17 +216,17 @@ def attend(
     names: set[str],
     m0: int,
     m1: int,
-    results: Results | None = None,
+    wants_results: bool = True,
 ) -> tuple[Results, Results]:
     """(O, L) of a tile by the definition, and their tangents. A row that sees no key has O = 0 and
     L = 0 (with a sink: the sink).
 
     With dS the tangents of the scores and mu the row sums of P * dS, which are the tangents of L,
-    those of O are (P * dS) V + P dV - mu O.
+    those of O are (P * (dS - mu)) V + P dV.
 
     Args:
         along: `tp` with tangents instead of the operands `names`; the others are constant.
-        results: O and L, if they are known; nothing is differentiated again then.
+        wants_results: whether O is computed; else it is 0.
     """
     Q, dQ = (
         fold(x.Q.narrow(2, m0, m1 - m0) * tp.score.options.softmax_scale, tp.K) for x in (tp, along)
@@ -243,40 +241,36 @@ def attend(
         (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in (tp, along))
         S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
         assert slope is not None
-        dS = None
-        if names != {"v"}:
+        dS = S
+        if names != VALUES:
             dS = unfold(dQ @ K.mT, tp.Q) if "q" in names else torch.zeros_like(S)
             dS = dS + unfold(Q @ dK.mT, tp.Q) if "k" in names else dS
             dS = score_tangents(tp, along, names, dS, slope, (m0, m1), run)
         kept = None if tp.dropout is None else tp.dropout.kept(m0, m1, run) / tp.keep
         parts.append((S, dS, V, dV, kept))
-    if results is None:
-        largest = [sink, *(S.amax(-1, keepdim=True) for S, *_ in parts)]
-        m = torch.cat(largest, -1).detach().amax(-1, keepdim=True)
-    else:
-        m = results[1][..., None]
+    largest = [sink, *(S.amax(-1, keepdim=True) for S, *_ in parts)]
+    m = torch.cat(largest, -1).detach().amax(-1, keepdim=True)
     dead = m == -INFINITY
     m = m.masked_fill(dead, 0.0)  # not exp(S - L), which loses l beside a huge m
-    l = torch.exp(sink - m)
-    mu = l * dsink
-    O = dO = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
-    for S, dS, V, dV, kept in parts:
-        P = torch.exp(S - m) if results is None else exp_(S - m)
-        l = l + P.sum(-1, keepdim=True)
-        if dS is not None:
-            dS = P * dS
-            mu = mu + dS.sum(-1, keepdim=True)
-            dO = dO + fold(dS if kept is None else dS * kept, tp.K) @ V
-        P = P if kept is None else P * kept
-        if results is None:
-            O = O + fold(P, tp.K) @ V
-        if "v" in names:
-            dO = dO + fold(P, tp.K) @ dV
-    l = l.masked_fill(dead, 1.0)
+    P = [torch.exp(S - m) for S, *_ in parts]
+    l = (torch.exp(sink - m) + sum(p.sum(-1, keepdim=True) for p in P)).masked_fill(dead, 1.0)
+    mu = torch.exp(sink - m) * dsink
+    if names != VALUES:
+        mu = mu + sum(
+            (p * dS).sum(-1, keepdim=True) for p, (_, dS, *_) in zip(P, parts, strict=True)
+        )
     mu = mu / l
-    if results is None:
-        results = unfold(O, tp.Q) / l, (m + torch.log(l)).squeeze(-1)
-    return results, (unfold(dO, tp.Q) / l - mu * results[0], mu.squeeze(-1))
+    O = dO = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
+    for p, (_, dS, V, dV, kept) in zip(P, parts, strict=True):
+        p = p if kept is None else p * kept
+        if wants_results:
+            O = O + fold(p, tp.K) @ V
+        if names != VALUES:
+            dO = dO + fold(p * (dS - mu), tp.K) @ V
+        if "v" in names:
+            dO = dO + fold(p, tp.K) @ dV
+    results = unfold(O, tp.Q) / l, (m + torch.log(l)).squeeze(-1)
+    return results, (unfold(dO, tp.Q) / l, mu.squeeze(-1))
 
 
 def score_tangents(

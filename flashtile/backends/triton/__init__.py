@@ -137,30 +137,21 @@ def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackwar
 
 
 def tangents(
-    problem: AttentionProblem,
-    operands: Operands,
-    out: Tensor,
-    lse: Tensor,
-    moved: Tensors,
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Tensors
 ) -> Results | None:
-    """The tangents of out and lse, from those of the operands, `moved`; None if no kernel has
-    them.
-    """
-    along = Operands(*moved)  # type: ignore[arg-type]  # in which q, k and v may be None, too
+    """The tangents of out and lse, from those of the differentiable operands, `moved`; None if no
+    kernel has them."""
     has_cache = operands.page_table is not None or operands.cache_batch_idx is not None
-    # A score function's derivative is that in the score alone.
+    # Kernels have the derivative of a score function in the score, if it has been recorded.
     has_derivative = problem.options.score_mod == "" or problem.options.score_mod_gradient != ""
-    by_others = (along.captured, along.alibi_slopes, along.relative_bias)
-    if (
-        has_cache
-        or not has_derivative
-        or any(x is not None for x in by_others)
-        or unsupported_reasons(problem._replace(needs_grad=True))
-    ):
+    by_others = any(x is not None for x in moved[5:])  # captured, ALiBi's slopes, relative bias
+    if has_cache or by_others or not has_derivative:
+        return None
+    if unsupported_reasons(problem._replace(needs_grad=True)):
         return None
     from . import launch
 
-    return launch.tangents(problem, operands, out, lse, along)
+    return launch.tangents(problem, operands, out, lse, moved[:5])
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

@@ -345,21 +345,24 @@ def probabilities_launch(
     return Launch(probabilities_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
 
 
-def tangent_launches(
-    problem: AttentionProblem,
-    operands: Operands,
-    moved: Operands,
-    results: tuple[Tensor, Tensor],
-    tangents: tuple[Tensor, Tensor],
-) -> list[Launch]:
-    """Fill the `tangents` of the `results`, out and lse, which are contiguous, along `moved`."""
+def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:
+    """The launches of forward mode.
+
+    Args:
+        given: the operands, the tangents of q, k, v, bias and sink, then out and lse, contiguous.
+        made: the tangents of out and lse.
+    """
+    operands = Operands(*given[:OPERANDS])
+    tq, tk, tv, tbias, tsink, out, lse = given[OPERANDS:]
     q, k, v = map(with_adjacent_elements, operands[:3])
-    along = {
-        f"t{name}": None if x is None else with_aligned_rows(x)
-        for name, x in zip("qkv", moved, strict=False)
-    }
+    along = {"tq": tq, "tk": tk, "tv": tv}
+    along = {name: None if x is None else with_aligned_rows(x) for name, x in along.items()}
     aligned = has_aligned_rows(q, k, v, *(x for x in along.values() if x is not None))
     config, warps, stages = plan_with_functions(problem, aligned).queries
+    if config.HAS_WGMMA and config.BLOCK_D == config.BLOCK_DV == 64:
+        config, warps, stages = replace(config, BLOCK_M=64), 4, 3  # 0.9 of the time of dQ's tile
+    elif config.BLOCK_D > 64:  # twice as many tensors are in flight as in dQ
+        stages = min(stages, 2 if config.BLOCK_D <= 128 else 1)
     common = common_of(problem, operands)
     launches, lists = [], NO_LISTS
     if problem.block_tile is not None:
@@ -367,20 +370,18 @@ def tangent_launches(
         lists, launch = lists_launch(problem, operands, common, kernel_plan, by_keys=False)
         launches.append(launch)
     arguments = {
-        **row_arguments(q=q, k=k, v=v, out=results[0], **along, tout=tangents[0]),
-        "lse_ptr": results[1],
-        "tlse_ptr": tangents[1],
+        **row_arguments(q=q, k=k, v=v, out=out, **along, tout=made[0]),
+        "lse_ptr": lse,
+        "tlse_ptr": made[1],
         "sink_ptr": at_boundary(operands.sink),
-        "tsink_ptr": at_boundary(moved.sink),
+        "tsink_ptr": at_boundary(tsink),
         **common,
-        "tbias": NO_BIAS if moved.bias is None else bias_of(moved.bias, problem.N),
+        "tbias": NO_BIAS if tbias is None else bias_of(tbias, problem.N),
         "lists": lists,
-        "HAS_SCORES": any(x is not None for x in (moved.q, moved.k, moved.bias, moved.sink)),
+        "HAS_SCORES": any(x is not None for x in (tq, tk, tbias, tsink)),
         "cfg": config,
     }
     programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
-    # Twice as many tensors are in flight as in dQ.
-    stages = min(stages, 3 if config.BLOCK_D <= 64 else 2 if config.BLOCK_D <= 128 else 1)
     return [*launches, Launch(forward_tangent_kernel, (programs,), arguments, warps, stages)]
 
 

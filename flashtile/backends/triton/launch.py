@@ -192,12 +192,14 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
 
 
 def tangents(
-    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Operands
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Tensors
 ) -> Results:
-    """The tangents of out and lse along `moved`; 0 in rows that belong to no sequence."""
-    results = out.contiguous(), lse.contiguous()
-    made = torch.zeros_like(results[0]), torch.zeros_like(results[1])
-    run(tangent_launches(problem, operands, moved, results, made), operands.q)
+    """The tangents of out and lse, from those of q, k, v, bias and sink; 0 in rows that belong to
+    no sequence."""
+    out, lse = out.contiguous(), lse.contiguous()
+    made = torch.zeros_like(out), torch.zeros_like(lse)
+    given = (*operands, *moved, out, lse)
+    run_all("triton tangents", problem, given, made, partial(tangent_launches, problem))
     return made
 
 
