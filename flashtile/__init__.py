@@ -4,7 +4,7 @@ CUDA GPUs.
 
 from . import lazy
 from .api import attention, attention_varlen, attention_with_kvcache, explain, workspace_size
-from .call.dispatch import backend
+from .call.dispatch import backend, batch_invariant
 from .combine import flash_attn_combine
 from .flash_attn_interface import (
     flash_attn_func,
@@ -45,6 +45,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "backend",
+    "batch_invariant",
     "clear_caches",
     "explain",
     "flash_attn_combine",

@@ -108,6 +108,10 @@ def attention(
             are multiplied; or all three with per-block scales, (batch, heads, ceil(seq_q / 64)) for
             q and (batch, kv_heads, ceil(seq_k / 128)) for k and v, as `quantize_qkv` makes them.
         deterministic: make the backward bitwise repeatable (the forward always is).
+        batch_invariant: make the bits of a row of out, lse and gradients depend only on its query,
+            its keys, values, positions and options, not on the batch, the other rows or the layout
+            of the call. None means what `flashtile.batch_invariant` says. Not with dropout, float8
+            queries or `num_splits` above 1.
         num_splits: number of programs that share one sequence's keys on a GPU; 0 lets the backend
             choose.
         pack_gqa, sm_margin: performance hints of FlashAttention-3. Like `num_splits`, they change

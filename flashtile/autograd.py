@@ -20,6 +20,7 @@ from . import backends, flops
 from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .gpu.described import followed_by
+from .invariance_check import check_bits, checks_everything
 from .operators import library, ops, register_fake
 from .problem import (
     DIFFERENTIABLE,
@@ -42,6 +43,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int | None: "SymInt?",
     float: "float",
     bool: "bool",
+    bool | None: "bool?",
     str: "str",
 }
 _NUMBERS = ", ".join(
@@ -218,10 +220,21 @@ def _run_forward(
         if forward is None
         else forward.run
     )
+    if problem.options.batch_invariant and checks_everything():
+        return _run_checked(problem, operands, run)
     if not is_any_autocast_on():  # entering a context takes longer than asking
         return run(operands)
     with autocast_off(operands.q):
         return run(operands)
+
+
+def _run_checked(problem: AttentionProblem, operands: Operands, run: Run) -> tuple[Tensor, ...]:
+    """A forward that also compares the bits of a row with those in another layout."""
+    backend = backends.BACKENDS[problem.options.backend]
+    with autocast_off(operands.q):
+        made = run(operands)
+        check_bits(backend.forward, problem, operands, made[0], made[1])
+    return made
 
 
 def _run_backward(

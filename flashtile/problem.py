@@ -121,6 +121,9 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     num_splits: int = 0
     deterministic: bool = False
+    # A row's bits do not depend on the other rows, on the batch or on the layout; None: that is up
+    # to the setting `dispatch.batch_invariant`.
+    batch_invariant: bool | None = None
     first_head: int = 0  # the number of the first query head in the whole call
     score_mod: str = ""  # the program of a score function (see `score_mod.program`); "": none
     score_mod_gradient: str = ""  # the program of its derivative, if gradients are recorded

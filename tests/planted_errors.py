@@ -42,6 +42,22 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton, batch_invariant: tiles of queries begin with the call",
+        "key_gradient_kernel",
+        "before = N - M - floor_to(N - M, BLOCK_M)",
+        "before = 0",
+        "tests/kernels/test_interpreter_invariance.py -k gradients",
+        interpreted=True,
+    ),
+    Planted(
+        "triton, batch_invariant: parts begin with what the tile sees",
+        "forward_kernel",
+        "first = part * steps",
+        "first = ranges[0][0] + (part - first_part) * steps",
+        "tests/kernels/test_interpreter_invariance.py -k 'decoded and window and parts'",
+        interpreted=True,
+    ),
+    Planted(
         "triton: a row of NaN in parts",
         "merge_kernel",
         "row_sum != 0.0",

@@ -13,6 +13,20 @@ CPU = [
         "tests/test_cpu_pieces.py -k test_runs_of_the_plain_tiles",
     ),
     Planted(
+        "batch_invariant: tiles of queries begin with the call",
+        "Padding.of",
+        "before = (visibility.N - visibility.M) % tp.BLOCK_M",
+        "before = 0",
+        "tests/test_batch_invariance.py -k test_a_row_has_the_same_bits",
+    ),
+    Planted(
+        "batch_invariant: a part of a tile counts as a whole one",
+        "WholeTiles.key_runs",
+        "run.stop - run.start == columns",
+        "run.stop - n0 == columns",
+        "tests/test_batch_invariance.py -k 'test_dense and window'",
+    ),
+    Planted(
         "the output of earlier tiles is not rescaled",
         "forward",
         "O.mul_(fold(rescale, tp.K)).add_(fold(P, tp.K) @ V)",

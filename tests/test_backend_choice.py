@@ -108,9 +108,9 @@ def test_calls_without_with_keep_nothing():
     for _ in range(3):
         for name in ("cpu", "triton"):
             flashtile.backend(name)
-    assert not dispatch._this_thread.held
-    assert not dispatch._this_thread.blocks
-    assert len(dispatch._everywhere) == 1
+    assert not flashtile.backend._in_force.held
+    assert not flashtile.backend._in_force.blocks
+    assert len(flashtile.backend._in_force.everywhere) == 1
 
 
 def test_a_block_is_of_its_thread():

@@ -57,7 +57,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("autograd",),
     ("backends",),
     ("ops",),
-    ("backend_interface",),
+    ("backend_interface", "invariance_check"),
     ("gpu",),
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),

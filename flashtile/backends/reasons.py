@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import AttentionProblem, dtype_name
+from ..problem import FLOAT8, AttentionProblem, dtype_name
 
 
 def dtype_reasons(problem: AttentionProblem, dtypes: tuple[torch.dtype, ...]) -> list[str]:
@@ -71,6 +71,19 @@ def distance_reasons(problem: AttentionProblem) -> list[str]:
     if problem.options.alibi_needs_grad:
         found.append("gradients of alibi_slopes (this backend: detached slopes)")
     return found
+
+
+def invariance_reasons(problem: AttentionProblem) -> list[str]:
+    """With what no call is `batch_invariant`."""
+    options = problem.options
+    is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
+    facts = (
+        (options.dropout_p > 0, "dropout_p (its mask depends on the place in the batch)"),
+        (options.num_splits > 1, "num_splits > 1 (its parts depend on the number of keys)"),
+        (problem.dtype in FLOAT8, "float8 queries (a cache may be float8)"),
+        (is_part, "parts of sequences (this option: whole sequences)"),
+    )
+    return [f"batch_invariant with {what}" for fact, what in facts if fact]
 
 
 def dotted(numbers: tuple[int, int] | None) -> str:

@@ -846,11 +846,6 @@ def longest(name: str, length: Any, name_of_starts: str, cu_seqlens: Any, q: Any
     return max(cu_seqlens.diff().tolist(), default=0)
 
 
-def checks_values_on_gpu() -> bool:
-    """Whether `checking_values` can be true of tensors on a GPU."""
-    return os.environ.get("FLASHTILE_CHECK", "") not in ("", "0")
-
-
 def checking_values(arguments: Iterable[Any]) -> bool:
     """Whether to check the values of the tensors among `arguments`.
 

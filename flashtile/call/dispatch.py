@@ -13,7 +13,7 @@ attends to the cache after the append.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,8 @@ def decide(call: Checked) -> AttentionProblem:
     that; or the problem of appending and attending at once, if the backend can do that.
     """
     problem, operands, layout, _, backend = call
+    if problem.options.batch_invariant is None and is_batch_invariant():
+        problem = problem._replace(options=problem.options._replace(batch_invariant=True))
     options = problem.options._replace(backend=select(problem, backend))
     problem = problem._replace(options=options)
     if not isinstance(layout, Cached):
@@ -137,31 +139,70 @@ def _select(problem: AttentionProblem, name: str | None) -> str:
 _selected = memoised(4096)(_select)
 
 
-class _ThisThread(threading.local):
-    """The backends that are forced only in this thread; the last entry of a list applies."""
+class InForce(threading.local):
+    """The values of one setting that are in force in this thread; the last entry of a list applies.
+
+    Args:
+        everywhere: a list of one value, which threads share: that of the last call without a
+            ``with``.
+    """
 
     # A ContextVar would also separate the tasks of an event loop. But torch.compile (up to 2.13)
     # can neither trace `ContextVar.get` and `.set` nor guard on the value, and a copy on which it
     # can guard would not follow a change of task, which is not announced.
-    def __init__(self) -> None:
-        self.blocks: list[str | None] = []  # the ``with`` blocks around the running code
-        self.held: list[_Choice] = []  # results of `backend` that a ``with`` may still enter
+    def __init__(self, everywhere: list[Any]) -> None:
+        self.everywhere = everywhere
+        self.blocks: list[Any] = []  # the ``with`` blocks around the running code
+        self.held: list[_Choice] = []  # results of a call that a ``with`` may still enter
+
+    def value(self) -> Any:
+        """The value that applies to a call of this thread."""
+        if self.blocks:
+            return self.blocks[-1]
+        if self.held:
+            return self.held[-1].value
+        return self.everywhere[0]
 
 
 class _Choice:
-    """The choice of one call of `backend`, held until a ``with`` enters it or no longer can."""
+    """The value of one call, held until a ``with`` enters it or no longer can."""
 
-    def __init__(self, name: str | None) -> None:
-        self.name = name
-        self.held = _this_thread.held
+    def __init__(self, value: Any, in_force: InForce) -> None:
+        self.value = value
+        self.held = in_force.held
         self.held.append(self)
 
 
-_this_thread = _ThisThread()
-_everywhere: list[str | None] = [None]  # forced by the last call of `backend` without a ``with``
+class Setting:
+    """A value that applies from here on, or inside a ``with`` block."""
+
+    _in_force: InForce  # of each subclass
+    _choice: _Choice | None = None  # None if `__init__` raises
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._choice = _Choice(value, self._in_force)
+
+    def __enter__(self) -> None:
+        choice, self._choice = self._choice, None
+        if choice is not None and choice in choice.held:
+            choice.held.remove(choice)
+        self._in_force.blocks.append(self.value)
+
+    def __exit__(self, *exception: object) -> None:
+        self._in_force.blocks.pop()
+
+    def __del__(self) -> None:
+        # Only now is it certain that this was a call without ``with``. If a choice applied to all
+        # threads earlier, another thread's calls between `__init__` and `__enter__` of a block
+        # would run with the wrong value.
+        choice = self._choice
+        if choice is not None and choice in choice.held:
+            self._in_force.everywhere[0] = choice.value
+            del choice.held[: choice.held.index(choice) + 1]  # it overrides earlier calls
 
 
-class backend:
+class backend(Setting):
     """Force one backend from here on, or inside a ``with`` block.
 
     ::
@@ -184,40 +225,42 @@ class backend:
         ValueError: there is no backend of that name.
     """
 
-    _choice: _Choice | None = None  # None if `__init__` raises
+    _in_force = InForce([None])
 
     def __init__(self, name: BackendName | None) -> None:
         if name is not None:
             check_name(name)
-        self.name = name
-        self._choice = _Choice(name)
-
-    def __enter__(self) -> None:
-        choice, self._choice = self._choice, None
-        if choice is not None and choice in choice.held:
-            choice.held.remove(choice)
-        _this_thread.blocks.append(self.name)
-
-    def __exit__(self, *exception: object) -> None:
-        _this_thread.blocks.pop()
-
-    def __del__(self) -> None:
-        # Only now is it certain that this was a call without ``with``. If a choice applied to all
-        # threads earlier, another thread's calls between `__init__` and `__enter__` of a block
-        # would run on the wrong backend.
-        choice = self._choice
-        if choice is not None and choice in choice.held:
-            _everywhere[0] = choice.name
-            del choice.held[: choice.held.index(choice) + 1]  # it overrides earlier calls
+        super().__init__(name)
 
 
-def forced() -> str | None:
-    """The backend that the caller forces with `backend`, if any."""
-    if _this_thread.blocks:
-        return _this_thread.blocks[-1]
-    if _this_thread.held:
-        return _this_thread.held[-1].name
-    return _everywhere[0]
+class batch_invariant(Setting):
+    """Make calls `batch_invariant` from here on, or inside a ``with`` block, as `backend` does.
+
+    ::
+
+        flashtile.batch_invariant()  # all calls of all threads from here on
+        with flashtile.batch_invariant():  # the calls of this thread inside the block
+            ...
+
+    Args:
+        enabled: whether calls without that argument are; at first, they are not.
+
+    Raises:
+        TypeError: `enabled` is not a bool.
+    """
+
+    _in_force = InForce([False])
+
+    def __init__(self, enabled: bool = True) -> None:
+        if type(enabled) is not bool:
+            raise TypeError(f"enabled: got {type(enabled).__name__}, want True or False")
+        super().__init__(enabled)
+
+
+# The backend that the caller forces with `backend`, if any; whether calls that say nothing are
+# `batch_invariant`.
+forced: Callable[[], str | None] = backend._in_force.value
+is_batch_invariant: Callable[[], bool] = batch_invariant._in_force.value
 
 
 def check_name(name: str) -> None:

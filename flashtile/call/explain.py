@@ -96,10 +96,12 @@ def _explanation(call: Checked) -> Explanation:
     try:
         decided = decide(call)
     except NotImplementedError:
-        pass
+        if problem.options.batch_invariant is None:
+            invariant = dispatch.is_batch_invariant()
+            problem = problem._replace(options=problem.options._replace(batch_invariant=invariant))
     else:
         chosen = decided.options.backend
-        problem = decided._replace(options=problem.options)
+        problem = decided._replace(options=decided.options._replace(backend=""))
     verdicts = []
     for name in dispatch.ORDER:
         backend = dispatch.BACKENDS[name]

@@ -93,6 +93,7 @@ def key_of(names: tuple[Any, ...], arguments: tuple[Any, ...], with_strides: boo
         # Under them `requires_grad` does not say whether gradients are recorded.
         _is_transformed(),
         dispatch.forced(),
+        dispatch.is_batch_invariant(),
         with_launches,
         with_launches and allows_tf32(),
         names,

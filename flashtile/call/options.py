@@ -92,6 +92,7 @@ class NewerOptions(ScoreOptions, total=False):
     q_descale: Annotated[Tensor | None, TENSOR]
     k_descale: Annotated[Tensor | None, TENSOR]
     v_descale: Annotated[Tensor | None, TENSOR]
+    batch_invariant: Annotated[bool | None, number(None, checks.flag, True)]
 
 
 class SplitOptions(TypedDict, total=False):

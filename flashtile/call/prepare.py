@@ -18,6 +18,7 @@ from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..backend_interface import PreparedForward
 from ..dropout import draw_rng_state
+from ..invariance_check import checks_everything
 from ..masks import BlockMask, Window
 from ..problem import (
     FLOAT8,
@@ -130,7 +131,7 @@ def _decided(
         if qv is not None and not isinstance(layout, Cached):
             operands = with_folded_qv(operands, qv)
     is_on_gpu = problem.device_type == "cuda"
-    checks_values = has_optional_tensors and not (is_on_gpu and not checks.checks_values_on_gpu())
+    checks_values = has_optional_tensors and not (is_on_gpu and not checks_everything())
     if checks_values or out is not None or operands.workspace is not None:
         checks.memory_and_values(layout, operands, problem.options, out, keywords.get("seqused_k"))
     return new_tuple(Prepared, (problem, operands, layout, keywords, forward))

@@ -27,7 +27,7 @@ from .prepare import Prepared, prepare
 # Options that do not depend on the positions of keys, or only as said above; others are refused.
 _ALLOWED = SCORE_NUMBERS | {
     "causal", "window_size", "alibi_slopes", "sink", "qv", "k_descale", "v_descale", "num_splits",
-    "pack_gqa", "sm_margin", "scheduler_metadata",
+    "batch_invariant", "pack_gqa", "sm_margin", "scheduler_metadata",
 }  # fmt: skip
 # The prefix has its own way of these; a sink counts once.
 _LEFT_TO_THE_REST = ("causal", "window_size", "alibi_slopes", "sink")
@@ -47,7 +47,9 @@ def append_and_attend(
     prefix_len = checks.length("shared_prefix_len", prefix_len)
     if prefix_len > 0:
         _check(call, layout, prefix_len)
-    if prefix_len == 0 or layout.batch(call.operands.q) < 2:
+    # Reading the prefix once merges its part of a row with the rest, where other calls do not.
+    is_whole = prefix_len == 0 or call.problem.options.batch_invariant
+    if is_whole or layout.batch(call.operands.q) < 2:
         return cached.append_and_attend(call)
     operands = cached.rotate_and_append(call)
     parts = (

@@ -28,8 +28,10 @@ from ..score_mod import Described, described
 from .layout import Layout
 from .partition import ShardMap, TileMap
 
-# Those of `attention`, except the scales of float8 inputs, which no rank takes.
-OPTIONS = [name for name in AttentionOptions.__annotations__ if not name.endswith("_descale")]
+# Those of `attention`, except the scales of float8 inputs, which no rank takes, and equal bits in
+# every layout: results are merged in parts whose borders depend on the ranks.
+MISSING = {"q_descale", "k_descale", "v_descale", "batch_invariant"}
+OPTIONS = [name for name in AttentionOptions.__annotations__ if name not in MISSING]
 # Options that are added to the scores.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
 USED = ("seqused_q", "seqused_k")
@@ -91,9 +93,14 @@ def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> 
     for name in options:
         if name in AttentionOptions.__optional_keys__ | VarlenOptions.__optional_keys__:
             if name not in OPTIONS:
-                raise NotImplementedError(f"{name}: context parallelism does not have this option")
+                raise missing(name)
         else:
             raise unexpected_keywords([name], function)
+
+
+def missing(name: str) -> NotImplementedError:
+    """The error to raise for an option that only attention in one process has."""
+    return NotImplementedError(f"{name}: context parallelism does not have this option")
 
 
 def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from ..ops.append import formula as append_formula
 from ..ops.append import op as append_op
 from ..ops.merge import op as merge_op
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
-from .arguments import Qkv, call_signature, shapes
+from .arguments import Qkv, call_signature, missing, shapes
 from .collectives import Communicator, connect
 from .consistency import VerifiedCalls, verify_across_ranks
 from .layout import Layout
@@ -87,6 +87,8 @@ class Decoder:
 
         Source: flash-decoding (Dao et al. 2023), with ranks in the place of splits.
         """
+        if dispatch.is_batch_invariant():
+            raise missing("batch_invariant")
         tensors, new = (q, k_cache, v_cache), (k, v)
         with torch.no_grad():
             key = step_key((*tensors, *new, cache_seqlens), block, backend, options)

@@ -38,6 +38,7 @@ from ..problem import (
     captured_needs_grad,
     lse_dtype,
 )
+from .arguments import missing
 from .buffers import (
     PackedKV,
     SequenceTensors,
@@ -404,6 +405,8 @@ def _problem(
     settings = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
     switch = operands.q.is_cuda and allows_tf32()
     key = "problem", step.number, *settings, dispatch.forced(), switch
+    if dispatch.is_batch_invariant():
+        raise missing("batch_invariant")
     cached: AttentionProblem | None = None if plan.memo is None else plan.memo.get(key)
     if cached is not None:
         return cached

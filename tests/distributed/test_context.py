@@ -107,6 +107,10 @@ def test_packed_documents_have_no_masks_of_a_batch(
             {"q_descale": torch.ones(1, 2)},
             "NotImplementedError: q_descale: context parallelism does not have this option",
         ),
+        (
+            {"batch_invariant": True},
+            "NotImplementedError: batch_invariant: context parallelism does not have this option",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(options: dict[str, Any], message: str) -> None:
@@ -120,6 +124,23 @@ def test_what_is_not_supported_is_named(options: dict[str, Any], message: str) -
 
     for found in run_ranks(2, run):
         assert message in found.replace("context parallel: rank 0: ", "")
+
+
+def test_no_call_is_batch_invariant() -> None:
+    def run(comm: ThreadCommunicator) -> str:
+        parallel = ContextParallel.over(comm)
+        layout = parallel.layout(seq_len=64, grain=16)
+        x = torch.randn(1, layout.local_tokens, 2, 8)
+        parallel.attention(x, x, x, layout)
+        try:
+            with flashtile.batch_invariant():
+                parallel.attention(x, x, x, layout)
+        except NotImplementedError as error:
+            return str(error)
+        return ""
+
+    for message in run_ranks(2, run):
+        assert message.startswith("batch_invariant: context parallelism")
 
 
 def test_a_changed_block_mask_is_read_again() -> None:

@@ -224,6 +224,34 @@ def test_latent_decoding_kernels_fit(device: str, name: str):
             assert found.spilled <= allowed, f"{heads} heads: {found}, allowed {allowed} ({reason})"
 
 
+# Bytes that a thread spills on sm_90 by head dim: dK and dV, and the pages of a chunked prefill.
+INVARIANT_SPILLS = {("key_gradient_kernel", 64): 152, ("key_gradient_kernel", 128): 48}
+INVARIANT_SPILLS |= {("forward_kernel", 128): 48}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_batch_invariant_kernels_fit(head_dim: int):
+    """Training with keys of one part and of several, decoding in one program and in one for each
+    part, from pages, too.
+    """
+    made = []
+    for N in (256, 4096):
+        tensors = qkv(generator(0), B=1, M=256, N=N, Hq=2, Hk=2, D=head_dim, dtype=torch.bfloat16)
+        call = describe(tensors, Dense(), {"causal": True, "batch_invariant": True})
+        made += launches(*call, "sm_90")
+    for name, splits in (("one query", 0), ("one query", 1), ("pages of 16", 0)):
+        operands, options = make_decoding(name, torch.bfloat16, D=head_dim, Dv=head_dim)
+        options = options._replace(batch_invariant=True, max_seqlen_k=4096, num_splits=splits)
+        made += launches(operands, options, "sm_90", backward=False)
+    assert {launch.kernel.__name__ for launch in made} >= {"merge_in_order_kernel"}
+    for launch in made:
+        found = report(launch, "sm_90")
+        assert found.shared <= DEVICES["sm_90"].shared, found
+        allowed = INVARIANT_SPILLS.get((launch.kernel.__name__, head_dim), 0)
+        assert found.spilled <= allowed, f"{launch.kernel.__name__}: {found}"
+        assert not found.is_serialised, launch.kernel.__name__
+
+
 @pytest.mark.parametrize("M", [1, 256])
 @pytest.mark.parametrize(("head_dim", "scales"), [(64, "block"), (256, "block"), (256, "head")])
 def test_float8_kernels_fit(head_dim: int, scales: str, M: int):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, Operands
 from . import tiles
-from .segments import KeyRun, Segment
+from .segments import KeyRun, Segment, cut
 from .tiles import INFINITY, TileProblem, fold, unfold
 
 WEIGHT = 2.0**8  # factor on the weights before they are rounded
@@ -131,7 +131,7 @@ def blocks(tp: TileProblem, m0: int, m1: int) -> Iterator[KeyRun]:
     """
     if tp.mask.layout is not None or tp.mask.spans is not None:
         for run in reversed(list(tp.mask.key_runs(m0, m1, tp.BLOCK_N))):
-            yield from cut(run, tp.BLOCK_N)
+            yield from reversed(list(cut(run, tp.BLOCK_N)))
         return
     visibility = tp.mask.visibility
     start, full_stop = visibility.key_range(m0)
@@ -141,11 +141,3 @@ def blocks(tp: TileProblem, m0: int, m1: int) -> Iterator[KeyRun]:
         n1 = min(n0 + tp.BLOCK_N, visibility.N)
         inside = full_start <= n0 and n1 <= full_stop
         yield KeyRun(n0, n1, None if inside else visibility.dense((m0, m1), (n0, n1)))
-
-
-def cut(run: KeyRun, size: int) -> Iterator[KeyRun]:
-    """`run` cut at multiples of `size`, the last part first."""
-    for n0 in reversed(range(run.start // size * size, run.stop, size)):
-        start, stop = max(n0, run.start), min(n0 + size, run.stop)
-        part = slice(start - run.start, stop - run.start)
-        yield KeyRun(start, stop, None if run.visible is None else run.visible[..., part])

@@ -17,7 +17,7 @@ from ...problem import (
     lse_shape,
     output_dtype,
 )
-from . import float8, native, tiles
+from . import float8, native, tiles, whole_tiles
 from .distances import DistanceGradients
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
@@ -192,7 +192,8 @@ def _segment_forward(
         unscaled = operands._replace(q_descale=None, k_descale=None, v_descale=None)
         scales = float8.scales(operands, segment)
         return float8.forward(tile_problem(problem, unscaled, segment, plan), scales)
-    return tiles.forward(tile_problem(problem, operands, segment, plan))
+    kernel = whole_tiles if plan.kernel == "whole" else tiles
+    return kernel.forward(tile_problem(problem, operands, segment, plan))
 
 
 def _segment_backward(
@@ -255,7 +256,9 @@ def _plain_backward(
     dtype = plan.compute_dtype
     dO = segment.queries(dout).to(dtype)
     L = segment.rows(lse).to(dtype)
-    delta = (segment.queries(out).to(dtype) * dO).sum(-1)
+    O, tp = segment.queries(out).to(dtype), tile_problem(problem, operands, segment, plan)
+    is_whole = plan.kernel == "whole"
+    delta = whole_tiles.row_products(tp, O, dO) if is_whole else (O * dO).sum(-1)
     if dlse is not None:  # dS = P * (dP - delta + dlse)
         delta -= segment.rows(dlse)
         delta.masked_fill_(segment.rows(lse) == -torch.inf, 0.0)  # whatever dlse holds there
@@ -264,16 +267,12 @@ def _plain_backward(
         sums.dsink[segment.heads] += tiles.sink_gradient(sink, L, delta)
         if dead is not None:  # rows in which only the sink has P
             delta.masked_fill_(segment.rows(dead), 0.0)
-    grads = tiles.backward(
-        tile_problem(problem, operands, segment, plan),
-        L,
-        dO,
-        delta,
-        None if sums.dbias is None else segment.per_score(sums.dbias),
-        sums.dcaptured,
-        _distance_gradients(sums, segment),
-        problem.is_partial,
-    )
+    dbias = None if sums.dbias is None else segment.per_score(sums.dbias)
+    given = tp, L, dO, delta, dbias, sums.dcaptured, _distance_gradients(sums, segment)
+    if is_whole:
+        grads = whole_tiles.backward(*given)
+    else:
+        grads = tiles.backward(*given, problem.is_partial)
     return grads.dQ, grads.dK, grads.dV
 
 

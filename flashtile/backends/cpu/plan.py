@@ -8,13 +8,15 @@ import torch
 
 from ...lru import memoised
 from ...problem import FLOAT8, FLOAT8_KEY_BLOCK, AttentionProblem, dtype_name
-from ..reasons import head_dim_reasons
+from ..reasons import head_dim_reasons, invariance_reasons
 
 MAX_HEAD_DIM = 576
 
 # Rows and keys of a plain tile: large enough to hide PyTorch's cost per operation, small enough for
 # the cache.
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
+# The same of a call that is `batch_invariant`: a decoded query is padded to that many rows.
+WHOLE_BLOCK_M, WHOLE_BLOCK_N = 32, 256
 # Rows of a native tile if the mask has a left edge; smaller tiles compute fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
 # Rows of a native tile under a mask as spans, which is made tile by tile.
@@ -30,7 +32,8 @@ NATIVE_ROUNDING_BLOCK_M = 1024
 class Plan(NamedTuple):
     """Kernel and tiles of one pass."""
 
-    # "native" (PyTorch's kernel on the unmasked pieces), "plain" (tiles.py) or "float8" (float8.py)
+    # "native" (PyTorch's kernel on the unmasked pieces), "plain" (tiles.py), "whole"
+    # (whole_tiles.py) or "float8" (float8.py)
     kernel: str
     compute_dtype: torch.dtype
     BLOCK_M: int
@@ -43,6 +46,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.device_type not in ("cpu", "meta"):  # meta tensors have only sizes
         reasons.append(f"tensors are on {problem.device_type} (this backend: cpu)")
+    if problem.options.batch_invariant:
+        reasons += invariance_reasons(problem)
     return reasons + head_dim_reasons(problem, MAX_HEAD_DIM)
 
 
@@ -76,6 +81,11 @@ def _describe(plan: Plan) -> str:
         return (
             f"tiles of {plan.BLOCK_M} x {plan.BLOCK_N} with the roundings of a GPU's float8 units"
         )
+    if plan.kernel == "whole":
+        return (
+            f"tiles of {plan.BLOCK_M} x {plan.BLOCK_N} at fixed positions, of one key head at a "
+            f"time, in {dtype} (batch_invariant)"
+        )
     why = "; ".join(plan.reasons)
     return (
         f"plain tiles of {plan.BLOCK_M} x {plan.BLOCK_N} in {dtype} (not the native kernel: {why})"
@@ -86,6 +96,9 @@ def _describe(plan: Plan) -> str:
 def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan:
     if problem.dtype in FLOAT8 and direction == "forward":
         return Plan("float8", torch.float32, PLAIN_BLOCK_M, FLOAT8_KEY_BLOCK, ())
+    if problem.options.batch_invariant:
+        dtype = _compute_dtype(problem, direction, native=False)
+        return Plan("whole", dtype, WHOLE_BLOCK_M, WHOLE_BLOCK_N, ())
     reasons = _not_native(problem, lse_has_grad)
     compute_dtype = _compute_dtype(problem, direction, native=not reasons)
     if reasons:

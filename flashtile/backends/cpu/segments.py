@@ -8,7 +8,7 @@ The kernels get plain (batch, heads, length, head_dim) tensors, whatever the lay
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
@@ -31,6 +31,14 @@ class KeyRun(NamedTuple):
     start: int
     stop: int
     visible: Tensor | None  # bool (..., rows, stop - start), with spans for batches and heads
+
+
+def cut(run: KeyRun, size: int) -> Iterator[KeyRun]:
+    """`run` cut at multiples of `size`."""
+    for n0 in range(run.start // size * size, run.stop, size):
+        start, stop = max(n0, run.start), min(n0 + size, run.stop)
+        part = slice(start - run.start, stop - run.start)
+        yield KeyRun(start, stop, None if run.visible is None else run.visible[..., part])
 
 
 def without_hidden(x: Tensor, seen: Tensor) -> Tensor:
@@ -291,14 +299,37 @@ def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]
     has_own_mask = problem.block_tile is not None or problem.spans > 0
     is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
     if problem.layout == "dense" and not is_ragged:
-        return _dense_segments(problem)
-    return _ragged_segments(problem, operands)
+        found: Iterable[Segment] = _dense_segments(problem)
+    else:
+        found = _ragged_segments(problem, operands)
+    if problem.options.batch_invariant:
+        return chain.from_iterable(_of_key_heads(segment, problem.group) for segment in found)
+    return found
+
+
+def _of_key_heads(segment: Segment, group: int) -> Iterator[Segment]:
+    """A segment for each key head."""
+    first = segment.heads.start
+    for kv in range(segment.kv_heads.start, segment.kv_heads.stop):
+        heads = slice(max(kv * group, first), min((kv + 1) * group, segment.heads.stop))
+        spans, is_whole = segment.mask.spans, heads == segment.heads
+        if spans is not None and spans.starts.shape[1] > 1:
+            own = slice(heads.start - first, heads.stop - first)
+            spans = SpanRows(spans.starts[:, own], spans.stops[:, own])
+        yield replace(
+            segment,
+            heads=heads,
+            kv_heads=slice(kv, kv + 1),
+            mask=segment.mask._replace(spans=spans),
+            has_all_queries=segment.has_all_queries and is_whole,
+            has_all_keys=segment.has_all_keys and is_whole,
+        )
 
 
 @memoised(1024)
 def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
     """A few batch rows each. They hold no tensor, so equal calls share them."""
-    step = max(1, MAX_BATCH_HEADS // problem.Hq)
+    step = 1 if problem.options.batch_invariant else max(1, MAX_BATCH_HEADS // problem.Hq)
     heads, kv_heads = slice(0, problem.Hq), slice(0, problem.Hk)
     batches = (slice(b, min(b + step, problem.B)) for b in range(0, problem.B, step))
     return tuple(
@@ -311,7 +342,7 @@ def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
 
 def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
     sequences = _ragged_sequences(problem, operands)
-    step = max(1, MAX_BATCH_HEADS // problem.Hq)
+    step = 1 if problem.options.batch_invariant else max(1, MAX_BATCH_HEADS // problem.Hq)
     elsewhere = (operands.page_table, operands.cache_batch_idx, operands.tile_kinds)
     is_shared = operands.span_starts is None or operands.span_starts.shape[0] == 1
     if all(x is None for x in elsewhere):

@@ -22,6 +22,7 @@ from .tiles import (
     between,
     exponent_factor,
     exponentials,
+    floor_to,
     head_swizzle,
     in_block_mask,
     kept,
@@ -104,8 +105,11 @@ def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg:
     +inf, which makes P zero.
     """
     if IS_MASKED:
-        pivot = tl.load(stats.pivot + rows, mask=rows < M, other=float("inf"))
-        delta = tl.load(stats.delta + rows, mask=rows < M, other=0.0)
+        inside = rows < M
+        if cfg.IS_INVARIANT:
+            inside = inside & (rows >= 0)
+        pivot = tl.load(stats.pivot + rows, mask=inside, other=float("inf"))
+        delta = tl.load(stats.delta + rows, mask=inside, other=0.0)
     elif cfg.HAS_WGMMA and rows.shape[0] >= 64:
         # One load of at least as many numbers as 4 warps have threads. If a load has fewer, each
         # thread loads all numbers that it needs, one by one, and the addresses of these loads make
@@ -118,7 +122,7 @@ def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg:
     log_sum = delta
     if cfg.HAS_LARGE_SCORES:
         if IS_MASKED:
-            log_sum = tl.load(stats.log_sum + rows, mask=rows < M, other=0.0)
+            log_sum = tl.load(stats.log_sum + rows, mask=inside, other=0.0)
         else:
             log_sum = tl.load(stats.log_sum + rows)
     return RowStats(
@@ -289,6 +293,11 @@ def key_gradient_kernel(
     positions = RowPositions(N - M, at, b)
     first_start, first_stop = seeing_rows(n0, M, positions, mask, cfg)
     last_start, last_stop = seeing_rows(last_key, M, positions, mask, cfg)
+    before = 0  # rows of the first tile before the first query
+    if cfg.IS_INVARIANT:  # tiles begin at positions that are multiples of their size
+        before = N - M - floor_to(N - M, BLOCK_M)
+        first_start, first_stop = first_start + before, first_stop + before
+        last_start, last_stop = last_start + before, last_stop + before
     begin, full_begin, full_end, end = tile_phases(
         first_start, first_stop, last_start, last_stop, BLOCK_M
     )
@@ -313,7 +322,7 @@ def key_gradient_kernel(
             if HAS_LISTS:
                 m0 = tl.load(tiles + i) * BLOCK_M
             else:
-                m0 = (full_begin + i) * BLOCK_M
+                m0 = (full_begin + i) * BLOCK_M - before
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
                 keys, start_q, M, N, positions, b, h, mask, score, blocks,
@@ -323,7 +332,7 @@ def key_gradient_kernel(
             if HAS_LISTS:
                 m0 = tl.load(tiles + capacity - 1 - i) * BLOCK_M
             else:
-                m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M
+                m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M - before
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
                 keys, start_q, M, N, positions, b, h, mask, score, blocks,

@@ -196,12 +196,14 @@ def rotated_queries(parts, q, cfg: tl.constexpr):
 
 
 @triton.jit
-def part_of_tile(tile, begin, full_begin, full_end, end):
+def part_of_tile(tile, begin, full_begin, full_end, end, cfg: tl.constexpr):
     """The program of a split KV loop that visits `tile` (see `split_range`); 0 if none does."""
     after_full = full_end - full_begin + tile - begin
     step = tl.where(tile < full_begin, after_full, tile - begin)
     step = tl.where((tile >= full_begin) & (tile < full_end), tile - full_begin, step)
     steps_of_part = tl.maximum(tl.cdiv(end - begin, tl.num_programs(1)), 1)
+    if cfg.PART_KEYS > 0:
+        step, steps_of_part = tile, cfg.PART_KEYS // cfg.BLOCK_N
     return tl.where((tile >= begin) & (tile < end), step // steps_of_part, 0)
 
 
@@ -223,7 +225,7 @@ def append_tokens(
     stored = (index < added) & (position >= 0) & (position < lengths.N)
     if cfg.IS_SPLIT:
         tile_of_keys = (position - start_k) // cfg.BLOCK_N
-        part = part_of_tile(tile_of_keys, begin, full_begin, full_end, end)
+        part = part_of_tile(tile_of_keys, begin, full_begin, full_end, end, cfg)
         stored = stored & (part == tl.program_id(1))
     if tl.max(stored.to(tl.int32)) > 0:
         if cfg.PAGE_SIZE > 0:

@@ -30,7 +30,15 @@ from .cache import (
     query_scales,
     rotated_queries,
 )
-from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
+from .masks import (
+    full_tile_of,
+    in_spans,
+    key_ranges,
+    load_intervals,
+    masked_tile_of,
+    step_counts,
+    within_tiles,
+)
 from .products import add_product_in_halves, operand, product
 from .tiles import (
     as_float16,
@@ -132,6 +140,43 @@ def attend_keys(
 
 
 @triton.jit
+def attend_tiles(
+    acc, row_max, row_sum, ranges, tiles, capacity, full_start, full_count, masked_start,
+    masked_count, q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start, stop,
+    intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks, first_kept,
+    drop_key, cfg: tl.constexpr,
+):  # fmt: skip
+    """The steps [full_start, full_count) over the full tiles and [masked_start, masked_count) over
+    the masked tiles, of `ranges` or, with a block mask, of the list `tiles`.
+    """
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    # The loop counts keys, not tiles, which keeps wgmma asynchronous. LLVM would convert a count of
+    # tiles on the path around the loop, too, where ptxas allows nothing but wgmma (C7515).
+    for offset in range(full_start * BLOCK_N, full_count * BLOCK_N, BLOCK_N):
+        i = offset // BLOCK_N
+        if cfg.MASK_TILE_M > 0:
+            n0 = tl.load(tiles + i) * BLOCK_N
+        else:
+            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
+            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
+            score, blocks, first_kept, drop_key, False, cfg,
+        )  # fmt: skip
+    for i in range(masked_start, masked_count):
+        if cfg.MASK_TILE_M > 0:
+            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
+        else:
+            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
+            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
+            score, blocks, first_kept, drop_key, True, cfg,
+        )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
     """The output so far, rescaled, plus P V; `v_scale` is the scale of the values, or None."""
     acc = acc * rescale[:, None]
@@ -144,16 +189,16 @@ def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
 
 
 @triton.jit
-def first_sums(sink_ptr, h, cfg: tl.constexpr):
-    """The running maximum and sum of every row before the KV loop, (BLOCK_M,)."""
+def first_sums(sink_ptr, h, part, cfg: tl.constexpr):
+    """The running maximum and sum of every row before the KV loop of a part, (BLOCK_M,)."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     if sink_ptr is not None:  # a key of logit `sink` whose value is zero
         sink = as_pivot(tl.load(sink_ptr + h).to(tl.float32), LOG2E, cfg)
         row_max = sink + tl.zeros([BLOCK_M, 1], tl.float32)
         row_max = tl.reshape(row_max, [BLOCK_M])
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
-        if cfg.IS_SPLIT:  # only the first part has the sink; elsewhere its weight is 0
-            row_max = tl.where(tl.program_id(1) == 0, row_max, -float("inf"))
+        if cfg.IS_SPLIT or cfg.PART_KEYS > 0:  # only the first part has the sink
+            row_max = tl.where(part == 0, row_max, -float("inf"))  # elsewhere its weight is 0
     else:
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -175,6 +220,22 @@ def split_range(full_count, masked_count):
 
 
 @triton.jit
+def merged(whole, part, cfg: tl.constexpr):
+    """(output, maximum, sum) of the parts so far and of the next part, none of them normalised. A
+    part without a key changes no bit; nor does it what it is merged with first.
+    """
+    acc, row_max, row_sum = whole
+    part_acc, part_max, part_sum = part
+    new_max = tl.maximum(row_max, part_max)
+    pivot = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
+    old, new = rescaling(row_max, pivot, cfg), rescaling(part_max, pivot, cfg)
+    # Fused by hand: every kernel has to round alike.
+    row_sum = tl.fma(row_sum, old, part_sum * new)
+    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part_acc * new[:, None])
+    return acc, new_max, row_sum
+
+
+@triton.jit
 def store_lse(
     lse_ptr, row_max, row_sum, seen, start_q, rows, count, b, h, heads, lengths, cfg: tl.constexpr
 ):  # fmt: skip
@@ -183,9 +244,12 @@ def store_lse(
     offs = stats_start(lengths, b, h, heads) + start_q + rows
     if cfg.IS_SPLIT:
         offs += tl.program_id(1) * stats_count(lengths, heads)
-        if cfg.HAS_LARGE_SCORES:  # the sum for itself: a large maximum would swallow it
+        if cfg.HAS_LARGE_SCORES or cfg.IS_INVARIANT:
+            # The sum for itself: a large maximum would swallow it.
             sum_offs = offs + tl.num_programs(1) * stats_count(lengths, heads)
-            tl.store(lse_ptr + sum_offs, tl.math.log2(row_sum) * LN2, mask=rows < count)
+            if not cfg.IS_INVARIANT:
+                row_sum = tl.math.log2(row_sum) * LN2
+            tl.store(lse_ptr + sum_offs, row_sum, mask=rows < count)
             lse = tl.where(seen, row_max, -float("inf"))
     tl.store(lse_ptr + offs, lse, mask=rows < count)
 
@@ -262,7 +326,10 @@ def forward_kernel(
         q_tail = load_columns(q_rows, rows < M, cfg.D, cfg.TAIL_D, cfg.BLOCK_TAIL, cfg.ALIGNMENT)
         q_tail = operand(q_tail, cfg)
 
-    row_max, row_sum = first_sums(sink_ptr, h, cfg)
+    if cfg.PART_KEYS > 0:  # each part has sums of its own; these are of the parts so far
+        row_max, row_sum = first_sums(None, h, 0, cfg)
+    else:
+        row_max, row_sum = first_sums(sink_ptr, h, tl.program_id(1) if cfg.IS_SPLIT else 0, cfg)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
     if PAIR == 2:  # even columns, odd columns
         acc = acc, acc
@@ -283,6 +350,7 @@ def forward_kernel(
         stop = tl.where(rows < M, stop, start)
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
 
+    ranges, tiles, capacity = None, None, 0
     if cfg.MASK_TILE_M > 0:
         capacity = tl.cdiv(lengths.N, BLOCK_N)
         counts, tiles = list_row(lists, b, h_mask, heads, tile, m_tiles, capacity)
@@ -296,6 +364,14 @@ def forward_kernel(
             first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
         full_count, masked_count = step_counts(ranges, cfg)
+        if cfg.PART_KEYS > 0:
+            first_part = ranges[0][0] * BLOCK_N // cfg.PART_KEYS
+            last_part = tl.cdiv(ranges[0][3] * BLOCK_N, cfg.PART_KEYS)
+            if sink_ptr is not None:  # the first part has the sink, whatever keys it has
+                first_part, last_part = first_part * 0, tl.maximum(last_part, 1)
+            if cfg.IS_SPLIT:
+                first_part = tl.program_id(1)
+                last_part = first_part + 1
         if cfg.APPENDING is not None:
             begin, full_begin, full_end, end = ranges[0]
             append_tokens(
@@ -311,31 +387,32 @@ def forward_kernel(
     if PAIR == 2:
         q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
     v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
-    full_start, masked_start = 0, 0
-    if cfg.IS_SPLIT:
-        full_start, full_count, masked_start, masked_count = split_range(full_count, masked_count)
-    # The loop counts keys, not tiles, which keeps wgmma asynchronous. LLVM would convert a count of
-    # tiles on the path around the loop, too, where ptxas allows nothing but wgmma (C7515).
-    for offset in range(full_start * BLOCK_N, full_count * BLOCK_N, BLOCK_N):
-        i = offset // BLOCK_N
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + i) * BLOCK_N
-        else:
-            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
-        acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, first_kept, drop_key, False, cfg,
-        )  # fmt: skip
-    for i in range(masked_start, masked_count):
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
-        else:
-            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
-        acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, first_kept, drop_key, True, cfg,
+    if cfg.PART_KEYS > 0:
+        whole = acc, row_max, row_sum
+        steps = cfg.PART_KEYS // BLOCK_N
+        for part in range(first_part, last_part):
+            first = part * steps
+            own = (within_tiles(ranges[0], first, first + steps),)  # type: ignore[index]
+            full_count, masked_count = step_counts(own, cfg)
+            row_max, row_sum = first_sums(sink_ptr, h, part, cfg)
+            acc, row_max, row_sum = attend_tiles(
+                tl.zeros_like(acc), row_max, row_sum, own, None, 0, 0, full_count, 0, masked_count,
+                q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start, stop,
+                intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks,
+                first_kept, drop_key, cfg,
+            )  # fmt: skip
+            whole = merged(whole, (acc, row_max, row_sum), cfg)
+        acc, row_max, row_sum = whole
+    else:
+        full_start, masked_start = 0, 0
+        if cfg.IS_SPLIT:
+            bounds = split_range(full_count, masked_count)
+            full_start, full_count, masked_start, masked_count = bounds
+        acc, row_max, row_sum = attend_tiles(
+            acc, row_max, row_sum, ranges, tiles, capacity, full_start, full_count, masked_start,
+            masked_count, q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start,
+            stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks,
+            first_kept, drop_key, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
@@ -346,7 +423,10 @@ def forward_kernel(
     store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])
-    acc = tl.where(seen, acc * (score.data.drop_scale * v_scale / safe_sum), 0.0)
+    if cfg.IS_SPLIT and cfg.IS_INVARIANT:
+        acc = tl.where(seen, acc, 0.0)
+    else:
+        acc = tl.where(seen, acc * (score.data.drop_scale * v_scale / safe_sum), 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:
         out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV
@@ -355,3 +435,45 @@ def forward_kernel(
     inside = (rows < written) & (dims_v < cfg.DV)
     pointers = tl.multiple_of(out_base + out_offs + dims_v, [1, OUT_ALIGNMENT])
     tl.store(pointers, acc.to(out.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits", "rows", "heads"])
+def merge_in_order_kernel(
+    out_parts, lse_parts, out, lse, scale, splits, rows, heads, BLOCK_DV: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row of one head, as a program that has all of them does.
+
+    Args:
+        lse_parts: the maximum of each part, and `splits` parts later its sum.
+        scale: what `forward_kernel` has as `drop_scale`: not a constant, so that it divides alike.
+    """
+    if cfg.IS_CHAINED:
+        wait_for_earlier_kernels()
+    program = tl.program_id(0)
+    h = program % heads
+    row = program // heads % rows
+    b = program // heads // rows
+    stats = rows_base(lse_parts, b, row, h) + tl.arange(0, 1)
+    dims = tl.arange(0, BLOCK_DV)[None, :]
+    pointers = rows_base(out_parts, b, row, h) + dims
+    # (1, BLOCK_DV), (1,), (1,)
+    zero = tl.zeros([1], tl.float32)
+    whole = tl.zeros([1, BLOCK_DV], tl.float32), tl.full([1], -float("inf"), tl.float32), zero
+    for part in range(0, splits):
+        index = tl.cast(part, tl.int64)
+        part_max = tl.load(stats + index * lse_parts.part)
+        part_sum = tl.load(stats + (splits + index) * lse_parts.part)
+        part_acc = tl.load(pointers + index * out_parts.part, mask=dims < cfg.DV, other=0.0)
+        # What no program has written is no number.
+        is_seen = part_max != -float("inf")
+        part_acc = tl.where(is_seen[:, None], part_acc, 0.0)
+        whole = merged(whole, (part_acc, part_max, tl.where(is_seen, part_sum, 0.0)), cfg)
+    acc, row_max, row_sum = whole
+    seen = row_sum != 0.0
+    safe_sum = tl.where(seen, row_sum, 1.0)
+    value = tl.where(seen, log_sum_exp(row_max, safe_sum, cfg), -float("inf"))
+    tl.store(rows_base(lse, b, row, h) + tl.arange(0, 1), value)
+    acc = tl.where(seen[:, None], acc * (scale / safe_sum[:, None]), 0.0)
+    out_ptr = rows_base(out, b, row, h) + dims
+    tl.store(out_ptr, acc.to(out.ptr.dtype.element_ty), mask=dims < cfg.DV)

@@ -21,12 +21,12 @@ from ...gpu.rows import (
     with_aligned_rows,
 )
 from ...gpu.score_source import GRADIENT, SCORE, function_of, source_of
-from ...ops.merge.kernel import merge_launch
+from ...ops.merge.kernel import merge_launch, parts_arguments
 from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad
 from .arguments import NO_BIAS, NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .captured_source import CAPTURED, SUMS, captured_source, kept_tiles
-from .forward_pass import forward_kernel
+from .forward_pass import forward_kernel, merge_in_order_kernel
 from .forward_tangent import forward_tangent_kernel
 from .masks import list_tiles_kernel
 from .plan import KernelPlan, Plan, plan
@@ -104,9 +104,27 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     grid = (programs, parts[0].shape[0]) if parts else (programs,)
     how = kernel_plan.warps, kernel_plan.stages, config.IS_CHAINED
     launches.append(Launch(forward_kernel, grid, arguments, *how))
-    if parts:
+    if parts and config.IS_INVARIANT:
+        scale = arguments["score_data"].drop_scale
+        launches.append(merge_in_order_launch(parts[0], parts[1], out, lse, scale, config))
+    elif parts:
         launches.append(merge_launch(parts[0], parts[1], out, lse, config.IS_CHAINED))
     return launches
+
+
+def merge_in_order_launch(
+    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor, scale: float, config: Any
+) -> Launch:
+    """The launch that merges parts, which are not normalised, in the order of their keys."""
+    arguments = {
+        **parts_arguments(out_parts, lse_parts, out, lse),
+        "scale": scale,
+        "BLOCK_DV": config.BLOCK_DV,
+        "cfg": config,
+    }
+    grid = (out.shape[:-1].numel(),)
+    is_early = config.IS_CHAINED
+    return Launch(merge_in_order_kernel, grid, arguments, 1, 1, is_early=is_early)
 
 
 def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:

@@ -267,7 +267,7 @@ class Parts(NamedTuple):
     """What the programs of a split KV loop write to, in float32."""
 
     scratch: Scratch
-    # Of packed queries: a row that no program writes has weight 0. With `has_large_scores`, row
+    # Of packed queries: a row that no program writes has weight 0. With sums, row
     # maxima come first, then logarithms of row sums.
     lse: NewTensor | None
 
@@ -306,7 +306,8 @@ def _parts_in(
 def _part_shapes(
     problem: AttentionProblem, operands: Operands, splits: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    rows = (1 + has_large_scores(problem)) * splits, *lse_shape(operands)
+    has_sums = has_large_scores(problem) or bool(problem.options.batch_invariant)
+    rows = (1 + has_sums) * splits, *lse_shape(operands)
     return (splits, *operands.q.shape[:-1], problem.Dv), rows
 
 

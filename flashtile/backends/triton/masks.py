@@ -81,6 +81,9 @@ def key_ranges(
     SPANS: tl.constexpr = cfg.SPANS
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     if SPANS == 0:
+        if cfg.IS_INVARIANT and (cfg.HAS_LEFT or cfg.HAS_CHUNK):
+            # All tiles are masked: those before the full ones would come after them.
+            first_stop, last_start = first_start, first_start
         ranges = (tile_phases(first_start, first_stop, last_start, last_stop, BLOCK_N),)
     else:
         a, b, c, d = extremes(intervals[0], inside, N, None)
@@ -101,21 +104,21 @@ def key_ranges(
             )  # fmt: skip
             is_behind = second[0] >= first[0]
             ranges = (  # type: ignore[assignment]  # a tuple of a length that cfg decides
-                from_tile(first, tl.where(is_behind, 0, second[3])),
-                from_tile(second, tl.where(is_behind, first[3], 0)),
+                within_tiles(first, tl.where(is_behind, 0, second[3]), first[3]),
+                within_tiles(second, tl.where(is_behind, first[3], 0), second[3]),
             )
     return ranges
 
 
 @triton.jit
-def from_tile(phases, tile):
-    """The part of a range of tiles that begins at `tile` or later."""
+def within_tiles(phases, first, last):
+    """The part of a range of tiles that is within [first, last)."""
     begin, full_begin, full_end, end = phases
     return (
-        tl.maximum(begin, tile),
-        tl.maximum(full_begin, tile),
-        tl.maximum(full_end, tile),
-        tl.maximum(end, tile),
+        tl.minimum(tl.maximum(begin, first), last),
+        tl.minimum(tl.maximum(full_begin, first), last),
+        tl.minimum(tl.maximum(full_end, first), last),
+        tl.minimum(tl.maximum(end, first), last),
     )
 
 

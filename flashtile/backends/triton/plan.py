@@ -141,6 +141,10 @@ SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64,
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
 
+# Keys of a part of the KV loop of calls that are `batch_invariant`, each of which is summed from
+# zero: a multiple of every tile. Programs of few queries have a part each.
+PART_KEYS = 1024
+
 # float32 without tensor cores: the tiles are the same on all GPUs.
 SINGLE: dict[int, tuple[Tile, ...]] = {
     64: (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 4, 1)),
@@ -234,6 +238,8 @@ class KernelConfig:
     IS_SPLIT: bool  # several programs share the KV loop
     IS_CHAINED: bool  # launched early after an append, and the merge early after this kernel
     APPENDING: Appending | None  # new tokens that the kernel appends
+    IS_INVARIANT: bool = False  # a row's bits do not depend on the layout
+    PART_KEYS: int = 0  # of such a call, keys of a part of the KV loop; 0: it has one part
     SPANS: int = 0  # intervals of keys of each query; 0 without such a mask
     RUNS: int = 0  # of positions, of each sequence; 0: the tensors hold whole sequences
     HAS_LONE_KEYS: bool = False  # dropout: blocks of keys need not be whole
@@ -271,10 +277,12 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
 
     `aligned`: every row of q, k and v starts at a multiple of 16 bytes.
     """
+    invariant = problem.options.batch_invariant
     described = aligned and _pays_descriptors(problem)
     head_dim = max(problem.D, problem.Dv)
     table = architecture(problem.capability)
-    if table in FOR_DESCRIPTORS and not described:
+    # The tiles of calls that are `batch_invariant` depend on no size but the head dim.
+    if table in FOR_DESCRIPTORS and not described and not invariant:
         table = "pointers"  # smaller tiles, because pointers take registers
     kind = "bias" if problem.has_bias else "16-bit"
     if problem.dtype == torch.float32:
@@ -307,8 +315,10 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         bands = scores._replace(warps=8)
     elif problem.dtype != torch.float32:
         bands = BANDS.get(architecture(problem.capability), {}).get(column_of(head_dim), scores)
-    split = _for_few_rows(forward, rows, problem, is_split=True)
-    forward = _for_few_rows(forward, rows, problem, is_split=False)
+    split = forward
+    if not invariant:
+        split = _for_few_rows(forward, rows, problem, is_split=True)
+        forward = _for_few_rows(forward, rows, problem, is_split=False)
     if problem.page_size > 0:  # half of the stages load the page indices that other loads need
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
     paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
@@ -339,7 +349,8 @@ def is_short(problem: AttentionProblem) -> bool:
     cached = cached or problem.appending is not None
     is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
     masked = problem.block_tile is not None or problem.spans > 0
-    return fits and not (cached or is_part or masked or problem.options.score_mod)
+    other = problem.options.score_mod or problem.options.batch_invariant
+    return fits and not (cached or is_part or masked or other)
 
 
 def short_tile(problem: AttentionProblem) -> Tile:
@@ -532,6 +543,8 @@ def _kernel_plan(
         RUNS=problem.runs,
         HAS_LONE_KEYS=options.dropout_p > 0 and problem.runs > 0 and not problem.has_key_blocks,
         SPANS=problem.spans,
+        IS_INVARIANT=bool(options.batch_invariant),
+        PART_KEYS=PART_KEYS if options.batch_invariant and problem.N > PART_KEYS else 0,
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
@@ -627,8 +640,12 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
         return 1
     heads = problem.Hk if config.IS_PACKED_GROUP else problem.Hq
     programs = problem.B * heads * -(-rows // config.BLOCK_M)
-    steps = -(-_longest_loop(problem) // config.BLOCK_N)
     most = MOST_PART_ROWS * sm_count // (tokens * problem.Hq)
+    if config.IS_INVARIANT:  # a part for each program, or all parts for one
+        parts = -(-problem.N // PART_KEYS)
+        is_split = programs < PROGRAMS_PER_SM * sm_count and parts <= min(most, MAX_SPLITS)
+        return parts if is_split else 1
+    steps = -(-_longest_loop(problem) // config.BLOCK_N)
     return fastest_splits(programs, steps, sm_count, min(most, MAX_SPLITS))
 
 

@@ -98,7 +98,7 @@ def short_forward_kernel(
     s = scores_of(qk, rows, keys, lengths.M, corners, positions, b, h, score, cfg)
     s = tl.where(between(keys, start, stop, cfg), s, -float("inf"))
     factor = exponent_factor(score, cfg)
-    sink_max, sink_sum = first_sums(sink_ptr, h, cfg)
+    sink_max, sink_sum = first_sums(sink_ptr, h, 0, cfg)
     row_max = tl.maximum(sink_max, as_pivot(tl.max(s, 1), factor, cfg))
     pivot = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf - -inf would be NaN
     p = exponentials(s, pivot[:, None], factor, cfg)

@@ -13,6 +13,7 @@ from ..reasons import (
     dotted,
     dtype_reasons,
     head_dim_reasons,
+    invariance_reasons,
     score_mod_reasons,
 )
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
@@ -47,6 +48,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if captured_needs_grad(options) and options.deterministic:
         reasons.append("deterministic gradients of what a score_mod captures (on a CPU)")
     reasons += score_mod_reasons(problem)
+    if options.batch_invariant:
+        reasons += invariance_reasons(problem) + _not_invariant(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
@@ -55,6 +58,19 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             f"99 KiB of shared memory of {device_name(problem)})"
         )
     return reasons
+
+
+def _not_invariant(problem: AttentionProblem) -> list[str]:
+    """With what the order of a row's sums depends on the tile that the row is in."""
+    facts = (
+        (problem.has_bias, "a bias"),
+        (problem.relative_distance is not None, "a relative_bias"),
+        (problem.options.score_mod != "", "a score_mod"),
+        (problem.block_tile is not None, "a block_mask"),
+        (problem.spans > 0, "a mask of spans"),
+        (problem.has_float8_keys, "a float8 cache"),
+    )
+    return [f"batch_invariant with {what} (on a CPU)" for fact, what in facts if fact]
 
 
 def _forward_only_reasons(problem: AttentionProblem) -> list[str]:

@@ -514,6 +514,10 @@ def load_tile(
     """`load_rows` from a `tile_source`."""
     if cfg.HAS_DESCRIPTORS:
         tile = source.load([n0, 0])
+    elif cfg.IS_INVARIANT and IS_MASKED:  # a tile of queries may begin before the first one
+        rows = (n0 + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+        inside = (rows >= 0) & (rows < count)
+        tile = load_columns(source + rows * x.row, inside, 0, DIM, BLOCK_DIM, ALIGNMENT)
     else:
         tile = load_rows(x, source, n0, count, IS_MASKED, DIM, BLOCK, BLOCK_DIM, ALIGNMENT)
     return tile

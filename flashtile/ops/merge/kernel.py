@@ -106,6 +106,25 @@ def merge_launch(
         out, lse: shaped like one part; `lse` float32.
         is_early: launch the kernel while the kernel that computes the parts still runs.
     """
+    splits, head_dim = out_parts.shape[0], out_parts.shape[-1]
+    parts_a_step = min(MOST_PARTS, max(FEWEST_PARTS, triton.next_power_of_2(splits)))
+    block_dim = min(triton.next_power_of_2(head_dim), max(16, PROGRAM_ELEMENTS // parts_a_step))
+    arguments = {
+        **parts_arguments(out_parts, lse_parts, out, lse),
+        "DV": head_dim,
+        "BLOCK_DV": block_dim,
+        "PARTS": parts_a_step,
+        "IS_EARLY": is_early,
+        "HAS_LOG_SUMS": lse_parts.shape[0] > splits,
+    }
+    grid = (out.shape[:-1].numel(), -(-head_dim // block_dim))
+    return Launch(merge_kernel, grid, arguments, 4, 1, is_early=is_early)
+
+
+def parts_arguments(
+    out_parts: Tensor, lse_parts: Tensor, out: Tensor, lse: Tensor
+) -> dict[str, Any]:
+    """The arguments of a kernel that merges the parts of `merge_launch`."""
     if out.dim() == 3:
         out_parts, lse_parts, out, lse = (
             out_parts[:, None],
@@ -113,27 +132,17 @@ def merge_launch(
             out[None],
             lse[None],
         )
-    splits, batch, rows, heads, head_dim = out_parts.shape
-    parts_a_step = min(MOST_PARTS, max(FEWEST_PARTS, triton.next_power_of_2(splits)))
-    block_dim = min(triton.next_power_of_2(head_dim), max(16, PROGRAM_ELEMENTS // parts_a_step))
     part, of_batch, of_head, of_row = lse_parts.stride()
     batch_stride, head_stride, row_stride = lse.stride()
-    arguments = {
+    return {
         "out_parts": Parts(out_parts, *out_parts.stride()),
         "lse_parts": Parts(lse_parts, part, of_batch, of_row, of_head, 0),
         "out": rows_of(out),
         "lse": Rows(lse, batch_stride, row_stride, head_stride, 0),
-        "splits": splits,
-        "rows": rows,
-        "heads": heads,
-        "DV": head_dim,
-        "BLOCK_DV": block_dim,
-        "PARTS": parts_a_step,
-        "IS_EARLY": is_early,
-        "HAS_LOG_SUMS": lse_parts.shape[0] > splits,
+        "splits": out_parts.shape[0],
+        "rows": out.shape[1],
+        "heads": out.shape[2],
     }
-    grid = (batch * rows * heads, -(-head_dim // block_dim))
-    return Launch(merge_kernel, grid, arguments, 4, 1, is_early=is_early)
 
 
 def merge_parts(out_parts: Tensor, lse_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,117 @@
+"""What `batch_invariant` costs: one answer next to the free choice of kernels, tiles and splits.
+
+    python -m benchmarks.batch_invariance --csv batch-invariance.csv
+
+32 query heads on 8 key heads of 128, bfloat16, causal: training on 16,384 tokens in all, and
+decoding one token of each sequence from a cache, captured in CUDA graphs. All calls of a line take
+turns in random order; the ratio is the median time over that of the free call. "sdpa" is PyTorch's
+FlashAttention-2, whose bits depend on the batch, and which cannot decode so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashtile import attention, attention_with_kvcache
+from flashtile.cli.machine import provenance
+from flashtile.cli.timing import Timing, interleave, timer_for
+
+from .measure import captured
+
+TOKENS, HEADS, KV_HEADS, HEAD_DIM = 16384, 32, 8, 128
+CASES = (
+    *(f"{way} {length}" for way in ("forward", "backward") for length in (1024, 4096, 16384)),
+    *(f"decode {batch} x {length}" for length in (4096, 16384) for batch in (1, 16, 64)),
+)
+COLUMNS = ("case", "call", "median_ms", "ratio")
+FREE: dict[str, dict[str, Any]] = {
+    "free": {},
+    "free, triton": {"backend": "triton"},
+    "batch_invariant": {"batch_invariant": True},
+}
+Calls = dict[str, Callable[[], Any]]
+
+
+def sdpa(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention by PyTorch's FlashAttention-2."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        qkv = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def training(length: int, backward: bool, device: str) -> Calls:
+    """Forwards, or backwards, of equally long sequences."""
+    shapes = [(TOKENS // length, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
+    dout, leaves = torch.randn_like(q), [x.requires_grad_(backward) for x in (q, k, v)]
+
+    def timed(run: Callable[[], Any]) -> Callable[[], Any]:
+        if not backward:
+            return run
+        out = run()
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    calls = {n: timed(lambda x=x: attention(q, k, v, causal=True, **x)) for n, x in FREE.items()}
+    return calls | {"sdpa": timed(lambda: sdpa(q, k, v))}
+
+
+def decoding(batch: int, length: int, device: str) -> Calls:
+    """One query of each sequence over a full cache."""
+    shapes = [(batch, length, KV_HEADS, HEAD_DIM)] * 2
+    k, v = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
+    q = torch.randn(batch, 1, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
+    used = torch.full((batch,), length, dtype=torch.int32, device=device)
+    return {
+        name: captured(lambda x=x: attention_with_kvcache(q, k, v, cache_seqlens=used, **x))
+        for name, x in FREE.items()
+    }
+
+
+def measure(case: str, device: str, budget_ms: float) -> list[dict[str, str]]:
+    """A line for each call of a case."""
+    kind, size, *rest = case.split()
+    if kind == "decode":
+        calls = decoding(int(size), int(rest[-1]), device)
+    else:
+        calls = training(int(size), kind == "backward", device)
+    samples = interleave(calls, timer_for(device), budget_ms=budget_ms)
+    medians = {name: Timing.of(found).median_ms for name, found in samples.items()}
+    rows = ((case, n, f"{x:.4f}", f"{x / medians['free']:.3f}") for n, x in medians.items())
+    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write the medians."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--budget", type=float, default=400.0, help="milliseconds for a case")
+    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
+    args = parser.parse_args(argv)
+    lines = []
+    for case in args.cases:
+        found = measure(case, "cuda", args.budget)
+        for line in found:
+            print("{:18} {:16} {:>9} ms {:>7}".format(*line.values()), flush=True)
+        lines += found
+    if args.csv:
+        here = provenance("cuda", " ".join(["python -m benchmarks.batch_invariance", *argv]))
+        with args.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({**line, **here} for line in lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

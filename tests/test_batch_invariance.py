@@ -1,0 +1,489 @@
+"""`batch_invariant`: a row has the same bits in every layout, forward and backward.
+
+A draw has a few sequences and options, computes some of their rows in two random layouts and
+compares the bits of the rows that both have. `FLASHTILE_DRAWS` says how many draws.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conformance.devices import carry_calls
+from conformance.harness import OPTIONS, Sizes, check_dense, check_varlen
+from torch import Tensor
+
+import flashtile
+from flashtile.backends.cpu import whole_tiles
+from flashtile.testing import cu_seqlens
+
+DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "60"))
+CHUNKS = 4  # tests that share the draws
+
+# Of a sequence: the first row (or key) and its results, by name.
+Results = dict[str, tuple[int, Tensor]]
+
+
+class Sequence(NamedTuple):
+    """All queries, keys and values of a sequence, (length, heads, head_dim), and cotangents."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor  # (heads, length)
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[0]
+
+
+class World(NamedTuple):
+    """What two layouts have in common."""
+
+    sequences: list[Sequence]
+    options: dict[str, Any]
+    grows: bool  # a query sees no later key, so that it may be computed before there are any
+    prefix: int  # tokens with which all sequences begin
+
+
+# On a GPU, where each combination of options compiles dozens of kernels: head dim, dtype and
+# options. There are few page sizes and groups there, too.
+KINDS: list[tuple[int, torch.dtype, dict[str, Any]]] = [
+    (128, torch.bfloat16, {"causal": True}),
+    (64, torch.float16, {"causal": True}),
+    (128, torch.bfloat16, {"causal": True, "window_size": (100, 0)}),
+    (64, torch.bfloat16, {"causal": True, "softcap": 2.0, "sink": ()}),
+    (64, torch.bfloat16, {"causal": True, "alibi_slopes": ()}),
+    (64, torch.float32, {"causal": True}),
+    (128, torch.float16, {"causal": True, "attention_chunk": 300}),
+    (128, torch.bfloat16, {}),
+]
+
+
+def random_options(r: random.Random, heads: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": r.random() < 0.8}
+    if r.random() < 0.3:
+        options["window_size"] = (r.choice((-1, 0, 5, 70)), r.choice((-1, 0)))
+    if r.random() < 0.2:
+        options["attention_chunk"] = r.choice((7, 100))
+    if r.random() < 0.2:
+        options["softcap"] = 2.0
+    if r.random() < 0.2:
+        options["softmax_scale"] = 0.4
+    options |= {name: () for name in ("alibi_slopes", "sink") if r.random() < 0.2}
+    if r.random() < 0.2:
+        options["relative_bias"] = torch.randn(heads, 2 * 9 + 1)
+    if r.random() < 0.1:
+        scale = torch.rand(())
+        options["score_mod"] = lambda s, b, h, i, j: s + torch.sin(s * scale)
+    return options
+
+
+def world(r: random.Random, kind: int | None = None) -> World:
+    """Sequences and options; on a GPU if they are of a `kind`."""
+    device = "cpu" if kind is None else "cuda"
+    g = torch.Generator().manual_seed(r.randrange(2**31))
+    if kind is None:
+        Hk, group, D = r.choice((1, 2)), r.choice((1, 1, 2, 3)), r.choice((8, 16, 33, 64))
+        Dv, longest = r.choice((D, D, 24)), r.choice((3, 40, 40, 300, 600))
+        dtype = r.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+        options = random_options(r, Hk * group)
+    else:
+        Hk, group, longest = 2, 2, r.choice((40, 300, 2500))
+        D, dtype, options = KINDS[kind]
+        Dv = D
+    lengths = [r.randint(1, longest) for _ in range(r.randint(1, 4))]
+    prefix = r.choice((0, 0, min(lengths) - 1))
+
+    def rows(heads: int, size: int, shared: int = 0) -> list[Tensor]:
+        start = torch.randn(shared, heads, size, generator=g)
+        own = (torch.randn(n - shared, heads, size, generator=g) for n in lengths)
+        return [torch.cat((start, x)).to(dtype).to(device) for x in own]
+
+    heads = Hk * group
+    statistics = torch.promote_types(dtype, torch.float32)
+    dlse = [x[..., 0].T.to(statistics).contiguous() for x in rows(heads, 1)]
+    k, v = rows(Hk, D, prefix), rows(Hk, Dv, prefix)
+    parts = zip(rows(heads, D), k, v, rows(heads, Dv), dlse, strict=True)
+    # An empty tuple stands for a random number for each head.
+    random_numbers = {n: torch.rand(heads, generator=g) for n, x in options.items() if x == ()}
+    options = {**options, **{n: x.to(device) for n, x in random_numbers.items()}}
+    right = options.get("window_size", (-1, -1))[1]
+    grows = options.get("causal", False) or right == 0
+    return World([Sequence(*x) for x in parts], options, grows, prefix)
+
+
+# Layouts: (out, lse) of some rows of each sequence. Those with gradients return the leaves, too.
+
+
+class Run(NamedTuple):
+    """A layout's results, (rows, heads, ...), in the order of `indices`."""
+
+    indices: list[int]
+    firsts: list[int]
+    outs: list[Tensor]
+    lses: list[Tensor]  # (heads, rows)
+    leaves: tuple[list[Tensor], list[Tensor], list[Tensor]] | None = None
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def training_rows(
+    w: World, r: random.Random
+) -> tuple[list[int], list[int], tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """Some sequences in any order; of each the queries from a row on, and all keys."""
+    indices = r.sample(range(len(w.sequences)), r.randint(1, len(w.sequences)))
+    chosen = [w.sequences[i] for i in indices]
+    firsts = [r.choice((0, 0, r.randrange(s.length))) for s in chosen]
+    q = [leaf(s.q[first:]) for s, first in zip(chosen, firsts, strict=True)]
+    return indices, firsts, (q, [leaf(s.k) for s in chosen], [leaf(s.v) for s in chosen])
+
+
+def alone(w: World, r: random.Random) -> Run:
+    indices, firsts, leaves = training_rows(w, r)
+    outs, lses = [], []
+    for q, k, v in zip(*leaves, strict=True):
+        qkv = (x[None] for x in (q, k, v))
+        out, lse = flashtile.attention(*qkv, batch_invariant=True, return_lse=True, **w.options)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return Run(indices, firsts, outs, lses, leaves)
+
+
+def padded(w: World, r: random.Random) -> Run:
+    indices, firsts, leaves = training_rows(w, r)
+    rooms = [max(x.shape[0] for x in part) + r.choice((0, 5)) for part in leaves]
+    q, k, v = (
+        torch.stack([torch.cat((x, x.new_zeros(room - len(x), *x.shape[1:]))) for x in part])
+        for part, room in zip(leaves, (rooms[0], rooms[1], rooms[1]), strict=True)
+    )
+    device = q.device
+    used = [torch.tensor([len(x) for x in part], dtype=torch.int32) for part in leaves[:2]]
+    out, lse = flashtile.attention(
+        q, k, v, seqused_q=used[0].to(device), seqused_k=used[1].to(device),
+        batch_invariant=True, return_lse=True, **w.options,
+    )  # fmt: skip
+    count = [len(x) for x in leaves[0]]
+    outs = [x[:n] for x, n in zip(out, count, strict=True)]
+    lses = [x[:, :n] for x, n in zip(lse, count, strict=True)]
+    return Run(indices, firsts, outs, lses, leaves)
+
+
+def packed(w: World, r: random.Random) -> Run:
+    indices, firsts, leaves = training_rows(w, r)
+    device = leaves[0][0].device
+    counts = [[len(x) for x in part] for part in leaves[:2]]
+    starts = [cu_seqlens(x).to(device) for x in counts]
+    with flashtile.batch_invariant():
+        out, lse = flashtile.attention_varlen(
+            *map(torch.cat, leaves), *starts, *map(max, counts), return_lse=True, **w.options
+        )
+    return Run(indices, firsts, list(out.split(counts[0])), list(lse.split(counts[0], 1)), leaves)
+
+
+def chunk_of(w: World, r: random.Random) -> tuple[list[int], list[int], list[int]]:
+    """Sequences, and of each the queries [first, stop) of a chunk as long as the others."""
+    order = r.sample(range(len(w.sequences)), len(w.sequences))
+    shortest = min(s.length for s in w.sequences)
+    rows = r.choice((1, 1, 1, r.randint(1, shortest)))
+    rows = min(rows, *(s.length - w.prefix for s in w.sequences))
+    stops = [
+        r.randint(w.prefix + rows, w.sequences[i].length) if w.grows else w.sequences[i].length
+        for i in order
+    ]
+    return order, [stop - rows for stop in stops], stops
+
+
+def cached(w: World, r: random.Random) -> Run:
+    """A chunk that is decoded from a cache, in pages or not, with or without an append."""
+    indices, firsts, stops = chunk_of(w, r)
+    chosen = [w.sequences[i] for i in indices]
+    q = torch.stack([s.q[a:b] for s, a, b in zip(chosen, firsts, stops, strict=True)])
+    appended = r.choice((0, stops[0] - firsts[0]))
+    held = torch.tensor([stop - appended for stop in stops], dtype=torch.int32)
+    arguments: dict[str, Any] = dict(w.options)
+    if appended:
+        new = [
+            torch.stack([x[stop - appended : stop] for x, stop in zip(part, stops, strict=True)])
+            for part in ([s.k for s in chosen], [s.v for s in chosen])
+        ]
+        arguments |= dict(zip("kv", new, strict=True))
+    capacity = max(stops) + r.choice((0, 40))
+    page_size = r.choice((0, 0, 1, 3, 16, 64, 256) if q.device.type == "cpu" else (0, 16))
+    if page_size:
+        pages = -(-capacity // page_size)
+        table = torch.randperm(len(chosen) * pages + 2)[: len(chosen) * pages]
+        table = table.view(len(chosen), pages).int()
+        shape = (len(chosen) * pages + 2, page_size)
+        arguments["page_table"] = table.to(q.device)
+    else:
+        pads = [r.randint(0, capacity - stop) for stop in stops]
+        if any(pads) and not w.prefix and q.device.type == "cpu":
+            arguments["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32).to(q.device)
+        else:
+            pads = [0] * len(pads)
+        table = torch.randperm(len(chosen) + 1)[: len(chosen)].int()
+        shape = (len(chosen) + 1, capacity)
+        arguments["cache_batch_idx"] = table.to(q.device)
+        held += torch.tensor(pads, dtype=torch.int32)
+    caches = []
+    for part in ([s.k for s in chosen], [s.v for s in chosen]):
+        cache = torch.full((*shape, *part[0].shape[1:]), torch.nan).to(part[0])
+        for row, (x, count) in enumerate(zip(part, held.tolist(), strict=True)):
+            if page_size:
+                position = torch.arange(count)
+                slots = table[row, position // page_size].long() * page_size + position % page_size
+                cache.view(-1, *x.shape[1:])[slots.to(x.device)] = x[:count]
+            else:
+                pad = pads[row]
+                cache[table[row], pad:count] = x[: count - pad]
+        caches.append(cache)
+    if (
+        w.prefix
+        and "score_mod" not in w.options
+        and not {"attention_chunk", "relative_bias"} & set(w.options)
+    ):
+        arguments["shared_prefix_len"] = w.prefix // max(page_size, 1) * max(page_size, 1)
+    out, lse = flashtile.attention_with_kvcache(
+        q, *caches, cache_seqlens=held.to(q.device), batch_invariant=True, return_lse=True,
+        **arguments,
+    )  # fmt: skip
+    return Run(indices, firsts, list(out), list(lse))
+
+
+def paged_varlen(w: World, r: random.Random) -> Run:
+    """Chunked prefill: packed queries over pages, each sequence with a chunk of its own length."""
+    indices = r.sample(range(len(w.sequences)), len(w.sequences))
+    chosen = [w.sequences[i] for i in indices]
+    stops = [r.randint(1, s.length) if w.grows else s.length for s in chosen]
+    firsts = [r.randrange(stop) for stop in stops]
+    spans = list(zip(chosen, firsts, stops, strict=True))
+    device = chosen[0].q.device
+    page_size = r.choice((2, 16, 100)) if device.type == "cpu" else 16
+    table = torch.full((len(chosen), -(-max(stops) // page_size)), 0, dtype=torch.int32)
+    pages: list[list[Tensor]] = [[], []]
+    for row, (s, _, stop) in enumerate(spans):
+        for column, start in enumerate(range(0, stop, page_size)):
+            table[row, column] = len(pages[0])
+            for part, x in zip(pages, (s.k, s.v), strict=True):
+                page = x.new_full((page_size, *x.shape[1:]), torch.nan)
+                page[: min(stop - start, page_size)] = x[start : min(stop, start + page_size)]
+                part.append(page)
+    counts = [stop - first for _, first, stop in spans]
+    out, lse = flashtile.attention_varlen(
+        torch.cat([s.q[a:b] for s, a, b in spans]), torch.stack(pages[0]), torch.stack(pages[1]),
+        cu_seqlens(counts).to(device), max_seqlen_q=max(counts), page_table=table.to(device),
+        seqused_k=torch.tensor(stops, dtype=torch.int32).to(device), batch_invariant=True,
+        return_lse=True, **w.options,
+    )  # fmt: skip
+    return Run(indices, firsts, list(out.split(counts)), list(lse.split(counts, 1)))
+
+
+LAYOUTS: tuple[Callable[[World, random.Random], Run], ...] = (
+    alone,
+    padded,
+    packed,
+    packed,
+    cached,
+    cached,
+    paged_varlen,
+)
+
+
+def results(w: World, run: Run) -> dict[int, Results]:
+    """All results of a run by sequence, gradients included if it recorded them."""
+    found: dict[int, Results] = {}
+    rows = list(zip(run.indices, run.firsts, run.outs, run.lses, strict=True))
+    for i, first, out, lse in rows:
+        found[i] = {"out": (first, out.detach()), "lse": (first, lse.detach().T)}
+    if run.leaves is None:
+        return found
+    outputs = [x for _, _, out, lse in rows for x in (out, lse)]
+    cotangents = []
+    for i, first, out, _ in rows:
+        s = w.sequences[i]
+        cotangents += [s.dout[first : first + len(out)], s.dlse[:, first : first + len(out)]]
+    flat = [x for part in run.leaves for x in part]
+    gradients = torch.autograd.grad(outputs, flat, cotangents)
+    parts = [gradients[at : at + len(rows)] for at in range(0, len(flat), len(rows))]
+    for (i, first, _, _), dq, dk, dv in zip(rows, *parts, strict=True):
+        # Keys before the first query are seen by other queries, too, which this run lacks.
+        seen = first if w.grows or first == 0 else len(dk)
+        found[i] |= {"dq": (first, dq), "dk": (seen, dk[seen:]), "dv": (seen, dv[seen:])}
+    return found
+
+
+def assert_same_bits(one: dict[int, Results], other: dict[int, Results]) -> int:
+    """The number of rows that were compared."""
+    compared = 0
+    for i in one.keys() & other.keys():
+        for name in one[i].keys() & other[i].keys():
+            (a, x), (b, y) = one[i][name], other[i][name]
+            first, stop = max(a, b), min(a + len(x), b + len(y))
+            if first < stop:
+                compared += stop - first
+                x, y = x[first - a : stop - a], y[first - b : stop - b]
+                assert torch.equal(x, y), f"{name} of sequence {i}: {(x != y).sum()} numbers differ"
+    return compared
+
+
+def draw(number: int, kind: int | None = None) -> int:
+    """The number of rows that two layouts have in common, which have the same bits."""
+    r = random.Random(number)
+    torch.manual_seed(number)
+    w = world(r, kind)
+    one, other = (r.choice(LAYOUTS) for _ in range(2))
+    try:
+        return assert_same_bits(results(w, one(w, r)), results(w, other(w, r)))
+    except AssertionError as error:
+        raise AssertionError(f"draw {number}: {one.__name__}, {other.__name__}: {error}") from None
+
+
+@pytest.mark.parametrize("part", range(CHUNKS))
+def test_a_row_has_the_same_bits_in_two_layouts(part: int, seed: int) -> None:
+    compared = [draw(seed + n) for n in range(part, DRAWS, CHUNKS)]
+    assert sum(map(bool, compared)) > len(compared) // 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_a_row_has_the_same_bits_on_a_gpu(kind: int, part: int, seed: int) -> None:
+    draws = -(-DRAWS // (2 * len(KINDS)))
+    compared = [draw(seed + n, kind) for n in range(draws)]
+    assert sum(map(bool, compared)) > len(compared) // 3
+
+
+@pytest.mark.gpu
+def test_a_row_has_the_same_bits_in_a_cuda_graph() -> None:
+    q, k, v = (torch.randn(2, 1500, heads, 64).half().cuda() for heads in (4, 2, 2))
+    trained = flashtile.attention(q, k, v, causal=True, batch_invariant=True)
+    row, held = q[:, :1].clone(), torch.zeros(2, dtype=torch.int32, device="cuda")
+
+    def step() -> Tensor:
+        given = {"cache_seqlens": held, "causal": True, "batch_invariant": True}
+        return flashtile.attention_with_kvcache(row, k, v, **given)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for p in (0, 700, 1023, 1024, 1499):
+        row.copy_(q[:, p : p + 1])
+        held.fill_(p + 1)
+        graph.replay()
+        assert torch.equal(out[:, 0], trained[:, p])
+
+
+# The same rule of correctness as for all calls.
+ALLOWED = [name for name in OPTIONS if name != "dropout"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ["nothing", "causal window", "chunk + sink", "seqused + alibi"])
+def test_triton(names: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    carry_calls(monkeypatch, torch.device("cuda"), refusals="fail")
+    with flashtile.batch_invariant():
+        check_dense(Sizes(2, 70, 1290, 4, 2, 64), names, torch.bfloat16, "triton", seed)
+
+
+@pytest.mark.parametrize("names", ALLOWED)
+def test_dense(names: str, seed: int) -> None:
+    with flashtile.batch_invariant():
+        check_dense(Sizes(2, 70, 290, 4, 2, 24, 40), names, torch.float32, "cpu", seed)
+
+
+@pytest.mark.parametrize("names", [name for name in ALLOWED if "batch" not in name])
+def test_packed(names: str, seed: int) -> None:
+    with flashtile.batch_invariant():
+        sizes = Sizes(3, 40, 300, 4, 2, 16)
+        check_varlen([33, 0, 7], [290, 5, 0], sizes, names, torch.float16, "cpu", seed)
+
+
+@pytest.mark.parametrize("layout", [padded, packed, cached, paged_varlen])
+def test_a_check_computes_a_row_alone(
+    layout: Callable[[World, random.Random], Run], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    r = random.Random(seed)
+    w = world(r)
+    w.options.pop("score_mod", None)
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    with torch.no_grad():
+        layout(w, r)
+    forward = whole_tiles.forward
+    rows = [0]  # each call gets other numbers than the one before
+
+    def counting(tp: Any) -> tuple[Tensor, Tensor]:
+        O, L = forward(tp)
+        rows[0] += 1
+        return O + rows[0], L
+
+    monkeypatch.setattr(whole_tiles, "forward", counting)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="the output of query"):
+        layout(w, r)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"dropout_p": 0.1}, "dropout_p"), ({"num_splits": 2}, "num_splits")],
+)
+def test_what_cannot_keep_the_promise(options: dict[str, Any], name: str) -> None:
+    q = torch.randn(1, 3, 2, 16)
+    with pytest.raises(NotImplementedError, match=f"batch_invariant with {name}"):
+        flashtile.attention(q, q, q, batch_invariant=True, **options)
+    with flashtile.batch_invariant():
+        with pytest.raises(NotImplementedError, match=f"batch_invariant with {name}"):
+            flashtile.flash_attn_varlen_func(
+                q[0], q[0], q[0], cu_seqlens([3]), cu_seqlens([3]), 3, 3, **options
+            )
+        flashtile.attention(q, q, q, batch_invariant=False, **options)
+        with pytest.raises(NotImplementedError, match="batch_invariant with float8 queries"):
+            flashtile.attention_fp8(q, q, q)
+    flashtile.attention(q, q, q, **options)
+
+
+def test_the_setting_of_a_block_and_of_all_calls() -> None:
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 99, 2, 16)
+
+    def is_invariant(**options: Any) -> bool:
+        return "(batch_invariant)" in str(flashtile.explain(q, k, k, **options))
+
+    assert not is_invariant() and is_invariant(batch_invariant=True)
+    with flashtile.batch_invariant():
+        assert is_invariant() and not is_invariant(batch_invariant=False)
+        with flashtile.batch_invariant(False):
+            assert not is_invariant()
+    flashtile.batch_invariant()
+    assert is_invariant()
+    flashtile.batch_invariant(False)
+    assert not is_invariant()
+    with pytest.raises(TypeError, match="enabled: got int, want True or False"):
+        flashtile.batch_invariant(1)  # type: ignore[arg-type]
+
+
+def test_compiled_calls_follow_the_setting() -> None:
+    q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 300, 2, 16)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return flashtile.attention(q, k, k, causal=True)
+
+    def in_a_block(q: Tensor, k: Tensor) -> Tensor:
+        with flashtile.batch_invariant():
+            return call(q, k)
+
+    free, compiled = call(q, k), torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k), free)
+    invariant = flashtile.attention(q, k, k, causal=True, batch_invariant=True)
+    with flashtile.batch_invariant():
+        assert torch.equal(compiled(q, k), invariant)
+    assert torch.equal(compiled(q, k), free)
+    compiled = torch.compile(in_a_block, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k), invariant)
