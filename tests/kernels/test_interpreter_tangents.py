@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import one_kind_each
 from tangent_error import tangent_variance, tangents_of
 from torch import Tensor
 
@@ -86,8 +87,11 @@ def assert_tangents(
         assert_close(result, got, exactly, plainly, floor=floor, dtype=dtype, seed=seed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    one_kind_each(CASES, (torch.float32, torch.float16)),
+    ids=lambda x: str(x).removeprefix("torch."),
+)
 def test_of_every_option(name: str, dtype: torch.dtype, seed: int) -> None:
     assert_tangents(name, dtype, seed, NAMES)
 
