@@ -4,9 +4,10 @@ For a first call, the backend describes its launches (tensors with strides, numb
 inspects every argument (type, alignment, specialised values) to find the compiled kernel. Both take
 longer than the launch. A later call that differs only in the contents and addresses of its tensors
 is prepared: it reuses the earlier launches with its own tensors and goes straight to the compiled
-kernel, without Triton's Python code (`DirectLaunches`) or else through Triton's public interface
-``compiled[grid](*arguments)`` (`Repeat`). Other calls are described again; a backend may declare
-that they share compiled kernels, such as packed batches, whose total length always differs.
+kernel. There are two ways to do that, with one `Template` for the arguments of each launch: without
+Triton's Python code (`DirectLaunches`), or through Triton's public interface
+``compiled[grid](*arguments)``. Other calls are described again; a backend may declare that they
+share compiled kernels, such as packed batches, whose total length always differs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 Tensors = tuple[Tensor | None, ...]
-Bind = Callable[[Tensors], Any]
-# A function that makes an argument from other tensors; None if the argument has no tensor.
+Launcher = Callable[..., Any]
+Bind = Callable[[Any], Any]  # an argument, from the tensors of a call or from their addresses
+# The function that makes an argument in later calls; None if it is the same in all of them.
 ArgumentBinder = Callable[[Any], Bind | None]
 Describe = Callable[[Tensors, Tensors], Sequence[Launch]]
 Allocators = Sequence[NewTensor]
@@ -47,7 +49,7 @@ Allocators = Sequence[NewTensor]
 class PreparedCall(NamedTuple):
     """The launches of a call that has been made before, and how to allocate what they write to."""
 
-    public: list[Repeat]  # through Triton's public interface
+    public: Sequence[tuple[Launcher, Template]]  # through Triton's public interface
     direct: DirectLaunches | None  # without Triton's Python code
     allocators: Allocators  # none if the caller allocates
     device: int  # -1: a CPU
@@ -66,8 +68,8 @@ class PreparedCall(NamedTuple):
         if self.direct is not None and not are_launches_hooked():
             self.direct.run(tensors)
             return
-        for repeat in self.public:
-            repeat.run(tensors)
+        for launcher, template in self.public:
+            launcher(*template.filled(tensors))
 
 
 class LaunchState(Enum):
@@ -174,9 +176,8 @@ def _launch_described(
     is the second one.
     """
     tensors = given + made
-    if (
-        known is LaunchState.LAUNCHED_ONCE
-    ):  # a tensor that this call passes twice may be two tensors in the next call
+    # A tensor that this call passes twice may be two tensors in the next call.
+    if known is LaunchState.LAUNCHED_ONCE:
         tensors = tuple(None if x is None else x.detach() for x in tensors)
     launches = describe(tensors[: len(given)], tensors[len(given) :])
     compiled = _launched(launches, kind)
@@ -239,7 +240,7 @@ def _prepare(
     binder = public_binder(tensor_index)
     try:
         public = [
-            repeat_of(launch.launcher(kernel), ordered(launch), binder)
+            (launch.launcher(kernel), Template.of(ordered(launch), binder))
             for launch, kernel in zip(launches, compiled, strict=True)
         ]
         direct = direct_launches(launches, compiled, tensor_index)
@@ -252,39 +253,37 @@ def _prepare(
 # tensors of the call.
 
 
-class Repeat(NamedTuple):
-    """A launch that has been made before."""
+class Template(NamedTuple):
+    """Arguments, some of which differ from call to call."""
 
-    launcher: Callable[..., Any]
-    arguments: list[Any]  # in order
-    binds: list[tuple[int, Bind]]  # of the arguments that differ from call to call
+    constants: list[Any]  # in order; None in place of those that differ
+    binds: list[tuple[int, Bind]]  # what makes those, with their indices
 
-    def run(self, tensors: Tensors) -> None:
-        """Launch with other tensors."""
-        arguments = self.arguments.copy()
-        for index, make in self.binds:
-            arguments[index] = make(tensors)
-        self.launcher(*arguments)
+    @classmethod
+    def of(cls, arguments: Sequence[Any], binder: ArgumentBinder) -> Template:
+        """The template of the arguments of one call."""
+        made = [(index, binder(argument)) for index, argument in enumerate(arguments)]
+        binds = [(index, bind) for index, bind in made if bind is not None]
+        constants = list(arguments)
+        for index, _ in binds:
+            constants[index] = None  # nothing here keeps a tensor alive
+        return cls(constants, binds)
+
+    def filled(self, call: Any) -> list[Any]:
+        """The arguments of another call, from what its binds take."""
+        arguments = self.constants.copy()
+        for index, bind in self.binds:
+            arguments[index] = bind(call)
+        return arguments
 
 
-def repeat_of(
-    launcher: Callable[..., Any], arguments: Sequence[Any], binder: ArgumentBinder
-) -> Repeat:
-    """How to repeat ``launcher(*arguments)``."""
-    constants, binds = split(arguments, binder)
-    return Repeat(launcher, constants, binds)
-
-
-def split(
-    arguments: Sequence[Any], binder: ArgumentBinder
-) -> tuple[list[Any], list[tuple[int, Bind]]]:
-    """The arguments that never differ, with None in place of the others, and what makes those."""
-    made = [(index, binder(argument)) for index, argument in enumerate(arguments)]
-    binds = [(index, make) for index, make in made if make is not None]
-    constants = list(arguments)
-    for index, _ in binds:
-        constants[index] = None
-    return constants, binds
+def tuple_binder(argument: Any, binder: ArgumentBinder) -> Bind | None:
+    """The binder of a tuple, which may be a named one, or of a list."""
+    template = Template.of(argument, binder)
+    if not template.binds:
+        return None
+    build = getattr(type(argument), "_make", type(argument))
+    return lambda call: build(template.filled(call))
 
 
 class TensorIndex:
@@ -362,22 +361,6 @@ def is_descriptor(argument: Any) -> bool:
     return not isinstance(argument, tuple) and isinstance(getattr(argument, "base", None), Tensor)
 
 
-def tuple_binder(argument: Any, binder: ArgumentBinder) -> Bind | None:
-    """The binder of a tuple, which may be a named one."""
-    constants, binds = split(argument, binder)
-    if not binds:
-        return None
-    build = getattr(type(argument), "_make", type(argument))
-
-    def make(tensors: Tensors) -> Any:
-        parts = constants.copy()
-        for index, make_part in binds:
-            parts[index] = make_part(tensors)
-        return build(parts)
-
-    return make
-
-
 def _descriptor_binder(argument: Any, make_base: Bind) -> Bind:
     """The binder of a TMA descriptor: it copies the descriptor without Triton's checks."""
     kind = type(argument)
@@ -425,30 +408,8 @@ def are_launches_hooked() -> bool:
 IndexAndOffset = tuple[int, int]
 
 
-class Parts(NamedTuple):
-    """Arguments of the function in C, in order, and what differs from call to call."""
-
-    constants: list[Any]
-    numbers: list[tuple[int, IndexAndOffset]]  # with the index of the argument
-    maps: list[tuple[int, IndexAndOffset, Encode]]  # likewise, of tensor maps
-    tuples: list[tuple[int, Parts]]
-
-    def filled(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        """The arguments with the stream and the addresses of a call."""
-        arguments = self.constants.copy()
-        for argument, (index, offset) in self.numbers:
-            arguments[argument] = addresses[index] + offset
-        for argument, (index, offset), encode in self.maps:
-            arguments[argument] = _tensor_map(addresses[index] + offset, encode)
-        for argument, parts in self.tuples:
-            arguments[argument] = parts.filled(addresses)
-        return tuple(arguments)
-
-
 class Addresses:
     """A list of a stream and the addresses of tensors, which grows with each new tensor."""
-
-    STREAM = 0, 0
 
     def __init__(self, tensor_index: TensorIndex) -> None:
         self._tensor_index = tensor_index
@@ -473,7 +434,7 @@ class DirectLaunches:
     """Launches on one device that have been made before, without Triton's Python code."""
 
     def __init__(
-        self, launches: list[tuple[Callable[..., Any], Parts]], tensors: Sequence[int]
+        self, launches: Sequence[tuple[Launcher, Template]], tensors: Sequence[int]
     ) -> None:
         """
         Args:
@@ -493,7 +454,9 @@ class DirectLaunches:
 
     def calls(self, addresses: tuple[int, ...]) -> Calls:
         """What to call for a stream and addresses."""
-        return tuple((function, parts.filled(addresses)) for function, parts in self._launches)
+        return tuple(
+            (function, tuple(template.filled(addresses))) for function, template in self._launches
+        )
 
 
 # Arguments depend on nothing but the launches and the numbers in `addresses`: they hold no tensor.
@@ -514,16 +477,16 @@ def direct_launches(
     """
     addresses, found = Addresses(tensor_index), []
     for launch, kernel in zip(launches, compiled, strict=True):
-        parts = _parts_of_launch(launch, kernel, addresses)
-        if parts is None:
+        template = _template_in_c(launch, kernel, addresses)
+        if template is None:
             return None
-        found.append((_function_in_c(kernel.run.launch), parts))
+        found.append((_function_in_c(kernel.run.launch), template))
     if len(addresses.tensors) < 2:  # no kernel of ours has so few
         return None
     return DirectLaunches(found, addresses.tensors)
 
 
-def _parts_of_launch(launch: Launch, compiled: Any, addresses: Addresses) -> Parts | None:
+def _template_in_c(launch: Launch, compiled: Any, addresses: Addresses) -> Template | None:
     """The arguments of one of the launches; None if Triton's Python code has to run."""
     if not IS_TESTED or type(getattr(compiled, "run", None)) is not nvidia.CudaLauncher:
         return None
@@ -538,7 +501,7 @@ def _parts_of_launch(launch: Launch, compiled: Any, addresses: Addresses) -> Par
         (addresses.index_and_offset(descriptor.base), _encoder(descriptor, layout))
         for descriptor, layout in zip(descriptors, layouts, strict=True)
     ]
-    return _parts(_arguments_in_c(launch, compiled), addresses, iter(maps))
+    return Template.of(_arguments_in_c(launch, compiled), address_binder(addresses, iter(maps)))
 
 
 def _function_in_c(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -565,28 +528,27 @@ def _arguments_in_c(launch: Launch, compiled: Any) -> tuple[Any, ...]:
     return arguments
 
 
-def _parts(
-    arguments: Sequence[Any], addresses: Addresses, maps: Iterator[tuple[IndexAndOffset, Encode]]
-) -> Parts:
-    """The stream, addresses and tensor maps among `arguments`, and in sequences among them."""
-    parts = Parts(list(arguments), [], [], [])
-    for index, argument in enumerate(arguments):
+def address_binder(
+    addresses: Addresses, maps: Iterator[tuple[IndexAndOffset, Encode]]
+) -> ArgumentBinder:
+    """For the arguments of the function in C: the stream, addresses and tensor maps, and sequences
+    of them.
+    """
+
+    def binder(argument: Any) -> Bind | None:
         if argument is _STREAM:
-            parts.numbers.append((index, addresses.STREAM))
-        elif isinstance(argument, Tensor):  # Triton need not ask the driver about an address
-            parts.numbers.append((index, addresses.index_and_offset(argument)))
-        elif isinstance(argument, nvidia.PyCUtensorMap):
-            parts.maps.append((index, *next(maps)))
-        elif isinstance(argument, (tuple, list)):
-            inner = _parts(argument, addresses, maps)
-            if inner.numbers or inner.maps or inner.tuples:
-                parts.tuples.append((index, inner))
-                parts.constants[index] = None
-            continue
-        else:
-            continue
-        parts.constants[index] = None  # nothing here keeps a tensor alive
-    return parts
+            return itemgetter(0)
+        if isinstance(argument, Tensor):  # Triton need not ask the driver about an address
+            index, offset = addresses.index_and_offset(argument)
+            return lambda call: call[index] + offset
+        if isinstance(argument, nvidia.PyCUtensorMap):
+            (index, offset), encode = next(maps)
+            return lambda call: _tensor_map(call[index] + offset, encode)
+        if isinstance(argument, (tuple, list)):
+            return tuple_binder(argument, binder)
+        return None
+
+    return binder
 
 
 def _encoder(descriptor: Any, layout: Any) -> Encode:
