@@ -277,13 +277,12 @@ class Template(NamedTuple):
         return arguments
 
 
-def tuple_binder(argument: Any, binder: ArgumentBinder) -> Bind | None:
-    """The binder of a tuple, which may be a named one, or of a list."""
+def sequence_binder(
+    argument: Sequence[Any], binder: ArgumentBinder, build: Callable[[list[Any]], Any]
+) -> Bind | None:
+    """The binder of an argument that `build` makes of its elements."""
     template = Template.of(argument, binder)
-    if not template.binds:
-        return None
-    build = getattr(type(argument), "_make", type(argument))
-    return lambda call: build(template.filled(call))
+    return (lambda call: build(template.filled(call))) if template.binds else None
 
 
 class TensorIndex:
@@ -330,8 +329,8 @@ def public_binder(tensor_index: TensorIndex) -> ArgumentBinder:
     def binder(argument: Any) -> Bind | None:
         if isinstance(argument, Tensor):
             return _tensor_binder(argument, tensor_index)
-        if isinstance(argument, tuple):
-            return tuple_binder(argument, binder)
+        if isinstance(argument, tuple):  # perhaps a named one
+            return sequence_binder(argument, binder, getattr(argument, "_make", tuple))
         if is_descriptor(argument):
             return _descriptor_binder(argument, _tensor_binder(argument.base, tensor_index))
         return None
@@ -540,12 +539,12 @@ def address_binder(
             return itemgetter(0)
         if isinstance(argument, Tensor):  # Triton need not ask the driver about an address
             index, offset = addresses.index_and_offset(argument)
-            return lambda call: call[index] + offset
+            return itemgetter(index) if offset == 0 else lambda call: call[index] + offset
         if isinstance(argument, nvidia.PyCUtensorMap):
             (index, offset), encode = next(maps)
             return lambda call: _tensor_map(call[index] + offset, encode)
         if isinstance(argument, (tuple, list)):
-            return tuple_binder(argument, binder)
+            return sequence_binder(argument, binder, tuple)
         return None
 
     return binder
