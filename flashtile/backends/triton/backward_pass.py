@@ -75,6 +75,7 @@ def delta_kernel(
         do_tile = rounded_to_tf32(do_tile)
     # A row without a key has an output of 0, whatever its gradient holds.
     product = o_tile.to(tl.float32) * do_tile.to(tl.float32)
+    # (BLOCK,)
     delta = tl.sum(tl.where(o_tile == 0.0, 0.0, product), 1)
     rows = m0 + tl.arange(0, BLOCK)
     stats_offs = (b * heads + h).to(tl.int64) * rows_total + rows
@@ -104,6 +105,7 @@ def load_stats(stats, rows, M, IS_MASKED: tl.constexpr, AXIS: tl.constexpr, cfg:
     """The statistics of `rows`, in tiles of size 1 along AXIS. Rows past the end get the pivot
     +inf, which makes P zero.
     """
+    # (rows,)
     if IS_MASKED:
         inside = rows < M
         if cfg.IS_INVARIANT:
@@ -147,6 +149,7 @@ def recompute_p(
     cfg: tl.constexpr,
 ):
     """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`."""
+    # The shape of `qk`, as `visible`.
     s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
@@ -185,14 +188,15 @@ def add_queries(
     IS_DP_FIRST: tl.constexpr = cfg.PRECISION == "bf16x6" and not HAS_DV
     if IS_DP_FIRST:
         stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
-        # (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_M)
+        # (BLOCK_M, BLOCK_DV)
         do_tile = load_tile(
             dout_source, dout, m0, M, cfg, IS_MASKED, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
             cfg.OUT_ALIGNMENT,
         )  # fmt: skip
+        # (BLOCK_N, BLOCK_DV) @ (BLOCK_DV, BLOCK_M) -> (BLOCK_N, BLOCK_M)
         dp = product(v_operand, operand(do_tile, cfg), cfg, 0.5 * stats.delta)
-    # (BLOCK_N, BLOCK_M)
     q_operand = operand(q_tile, cfg)
+    # (BLOCK_N, BLOCK_D) @ (BLOCK_D, BLOCK_M) -> (BLOCK_N, BLOCK_M)
     qk = product(k_operand, q_operand, cfg)
     if not IS_DP_FIRST:
         stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
@@ -205,8 +209,10 @@ def add_queries(
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
+        # (BLOCK_N, BLOCK_M), from (BLOCK_M, BLOCK_N)
         keep = tl.trans(kept(drop_key, first_kept, b, h, offs_m[:, None], n0, positions, cfg))
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
+    # (BLOCK_N, BLOCK_M)
     p = recompute_p(
         qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
     )  # fmt: skip
@@ -221,10 +227,11 @@ def add_queries(
         do_operand = operand(do_tile, cfg)
     if HAS_DV:
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
+        # (BLOCK_N, BLOCK_M) @ (BLOCK_M, BLOCK_DV) -> (BLOCK_N, BLOCK_DV)
         dv_acc = add_product(dv_acc, operand(p_kept, cfg), do_operand, cfg)
     if HAS_DK:
         if not IS_DP_FIRST:
-            # (BLOCK_N, BLOCK_M)
+            # (BLOCK_N, BLOCK_DV) @ (BLOCK_DV, BLOCK_M) -> (BLOCK_N, BLOCK_M)
             dp = product(v_operand, do_operand, cfg, 0.5 * stats.delta)
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
         ds = product_gradient(
@@ -234,6 +241,7 @@ def add_queries(
             IS_MASKED or score.bias.ptr is not None
         ):
             ds = tl.where(p != 0.0, ds, 0.0)
+        # (BLOCK_N, BLOCK_M) @ (BLOCK_M, BLOCK_D) -> (BLOCK_N, BLOCK_D)
         dk_acc = add_product(dk_acc, operand(ds.to(q_tile.dtype), cfg), q_operand, cfg)
     return dk_acc, dv_acc
 
@@ -286,6 +294,7 @@ def key_gradient_kernel(
         v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV, cfg.ALIGNMENT
     )
     k_operand, v_operand = operand(k_tile, cfg), operand(v_tile, cfg)
+    # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
@@ -371,10 +380,13 @@ def add_keys(
     # (BLOCK_M, BLOCK_N)
     IS_DP_FIRST: tl.constexpr = cfg.PRECISION == "bf16x6"  # as in `add_queries`
     if IS_DP_FIRST:
+        # (BLOCK_M, BLOCK_DV) @ (BLOCK_DV, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         dp = product(do_operand, operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     k_operand = operand(k_tile, cfg)
+    # (BLOCK_M, BLOCK_D) @ (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
     qk = product(q_operand, k_operand, cfg)
     if not IS_DP_FIRST:
+        # (BLOCK_M, BLOCK_DV) @ (BLOCK_DV, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         dp = product(do_operand, operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     visible = keys < N
     if IS_MASKED:
@@ -385,6 +397,7 @@ def add_keys(
     if cfg.HAS_DROPOUT:
         keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
+    # (BLOCK_M, BLOCK_N)
     p = recompute_p(
         qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
     )  # fmt: skip
@@ -397,6 +410,7 @@ def add_keys(
             ds = tl.where(p != 0.0, ds, 0.0)
         if cfg.HAS_HIDDEN_KEYS:
             k_operand = operand(without_hidden(k_tile, p), cfg)
+    # (BLOCK_M, BLOCK_N) @ (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
     return add_product(dq_acc, operand(ds.to(k_tile.dtype), cfg), k_operand, cfg)
 
 
@@ -459,11 +473,13 @@ def query_gradient_kernel(
     q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    # (BLOCK_M, 1)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     start, stop = visible_keys(rows, N, positions, mask, cfg)
     intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
+    # (BLOCK_M, BLOCK_D)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     if cfg.MASK_TILE_M > 0:

@@ -55,8 +55,10 @@ def load_paged_rows(
             page = tl.load(pages + column)
         page = page_number(page, lengths)
         if BLOCK % PAGE == 0 and lengths.at.leftpad_k is None:  # repeat each page for its rows
+            # (pages,) -> (pages, PAGE) -> (BLOCK,)
             page = tl.broadcast_to(page[:, None], [BLOCK // PAGE, PAGE])
             page = tl.reshape(page, [BLOCK])
+        # (BLOCK, BLOCK_DIM)
         pointers = (base + dims) + (slot * x.row)[:, None]
         pointers += page_offset(page, x)[:, None]
         pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
@@ -129,6 +131,7 @@ def load_to_rotate(
     APPENDING: tl.constexpr = cfg.APPENDING
     PAIRS: tl.constexpr = APPENDING.pairs
     dims = tl.arange(0, cfg.BLOCK_D)[None, :]
+    # (rows, BLOCK_D), as all that follows
     elements = pointers + dims * step
     if ALIGNMENT > 1:
         elements = tl.multiple_of(elements, [1, ALIGNMENT])
@@ -248,6 +251,7 @@ def append_tokens(
         source = new.v + b.to(tl.int64) * new.v_batch + kv_head.to(tl.int64) * new.v_head
         source += index.to(tl.int64) * new.v_row
         dims = tl.arange(0, cfg.BLOCK_DV)[None, :]
+        # (tokens, BLOCK_DV)
         values = tl.load(source + dims * new.v_dim, mask=stored & (dims < cfg.DV), other=0.0)
         store_tokens(
             rotated(key_parts, cfg), new.k_cache, k, row, slot, stored, kv_head,
@@ -305,6 +309,7 @@ def query_scales(score, b, h, kv_head, rows, count, heads, lengths, cfg: tl.cons
     """
     if score.data.q_block_descale is not None:
         block = (b * heads + h) * tl.cdiv(lengths.M, QUERY_BLOCK) + rows // QUERY_BLOCK
+        # (BLOCK_M, 1), as `rows`
         scales = tl.load(score.data.q_block_descale + block, mask=rows < count, other=1.0)
         scales = scales.to(tl.float32)
     else:

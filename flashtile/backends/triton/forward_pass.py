@@ -103,6 +103,7 @@ def attend_keys(
         if k_scale is not None:
             qk *= k_scale
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
+    # (BLOCK_M, BLOCK_N)
     s = scores_of(qk, rows, keys, lengths.M, corners, positions, b, h, score, cfg)
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
@@ -114,6 +115,7 @@ def attend_keys(
     pivot = new_max
     if IS_MASKED or not cfg.IS_LINEAR:  # nothing visible yet: -inf - -inf would be NaN
         pivot = tl.where(new_max == -float("inf"), 0.0, new_max)
+    # (BLOCK_M, BLOCK_N), and (BLOCK_M,)
     p = exponentials(s, pivot[:, None], factor, cfg)
     rescale = rescaling(row_max, pivot, cfg)
     row_sum = row_sum * rescale + tl.sum(p, 1)
@@ -179,6 +181,7 @@ def attend_tiles(
 @triton.jit
 def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
     """The output so far, rescaled, plus P V; `v_scale` is the scale of the values, or None."""
+    # (BLOCK_M, BLOCK_N) @ (BLOCK_N, BLOCK_DV / PAIR) -> (BLOCK_M, BLOCK_DV / PAIR)
     acc = acc * rescale[:, None]
     if v_scale is None:
         p = p.to(v_tile.dtype)
@@ -330,6 +333,7 @@ def forward_kernel(
         row_max, row_sum = first_sums(None, h, 0, cfg)
     else:
         row_max, row_sum = first_sums(sink_ptr, h, tl.program_id(1) if cfg.IS_SPLIT else 0, cfg)
+    # (BLOCK_M, BLOCK_DV / PAIR)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
     if PAIR == 2:  # even columns, odd columns
         acc = acc, acc
@@ -385,6 +389,7 @@ def forward_kernel(
         qk_scale = q_factor * query_scales(score, b, h, kv_head, rows, M, heads, lengths, cfg)
         scale_block = first_key_block(b, kv_head, heads, lengths, cfg)
     if PAIR == 2:
+        # (BLOCK_M, BLOCK_D) -> (BLOCK_M, BLOCK_D / 2) of the even columns, and of the odd ones
         q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
     v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
     if cfg.PART_KEYS > 0:
@@ -422,6 +427,7 @@ def forward_kernel(
     safe_sum = tl.where(seen, row_sum, 1.0)
     store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
     if PAIR == 2:
+        # (BLOCK_M, BLOCK_DV)
         acc = tl.interleave(acc[0], acc[1])
     if cfg.IS_SPLIT and cfg.IS_INVARIANT:
         acc = tl.where(seen, acc, 0.0)

@@ -31,6 +31,7 @@ def load_intervals(data, b, h, start_q, rows, inside, N, cfg: tl.constexpr):
         stops = data.stops + b * data.stops_batch + h * data.stops_head
         stops += row * data.stops_row
         for r in tl.static_range(SPANS):
+            # The shape of `rows`.
             start = tl.load(starts + r * data.starts_interval, mask=inside, other=0)
             stop = tl.load(stops + r * data.stops_interval, mask=inside, other=0)
             start = tl.maximum(start, 0)

@@ -110,6 +110,7 @@ def product(x, y, cfg: tl.constexpr, centre=None):
 
     centre: about half of the product, where all terms may have one sign and the caller knows it.
     """
+    # (M, D) @ (D, N) -> (M, N)
     if cfg.PRECISION == "bf16x6":
         y = transposed(y)
         small = small_terms(x, y)
@@ -125,6 +126,7 @@ def product(x, y, cfg: tl.constexpr, centre=None):
 @triton.jit
 def add_product(acc, x, y, cfg: tl.constexpr):
     """`acc` (float32) plus x y, for two operands."""
+    # (M, N) @ (N, D) -> (M, D)
     if cfg.PRECISION == "bf16x6":
         acc += tl.dot(x[0], y[0], small_terms(x, y))
     else:
@@ -140,6 +142,7 @@ def add_product_in_halves(acc, x, y, cfg: tl.constexpr):
     and half of a tile would be copied through shared memory. An infinity in y gives NaN, because
     zero times infinity is NaN.
     """
+    # (M, N) @ (N, D) -> (M, D)
     if cfg.PRECISION == "bf16x6":
         # Not zero at the start of either sum: Triton fuses z + dot(a, b, 0) into dot(a, b, z).
         half = small_terms(x, y) * 0.5
@@ -165,6 +168,7 @@ def small_terms(x, y):
     Only the first part of an infinity is infinite. Its other parts are NaN, and so are these terms;
     NaN terms are replaced by zero.
     """
+    # (M, TERMS) @ (TERMS, N) -> (M, N)
     small = tl.dot(x[2], y[0])
     small = tl.dot(x[0], y[2], small)
     small = tl.dot(x[1], y[1], small)

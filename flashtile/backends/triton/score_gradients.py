@@ -67,8 +67,10 @@ def probability_tile(
     qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
     stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    # (BLOCK_M, 1)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
+    # (BLOCK_M, BLOCK_N)
     p = recompute_p(qk, stats, rows, keys, visible, corners, positions, b, h, score, M, True, cfg)
     return p, qk, visible, stats
 
@@ -105,6 +107,7 @@ def score_gradient_tile(
         q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
         cfg,
     )  # fmt: skip
+    # (BLOCK_M, BLOCK_DV) @ (BLOCK_DV, BLOCK_N) -> (BLOCK_M, BLOCK_N)
     dp = product(operand(do_tile, cfg), operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     keep = visible
     if cfg.HAS_DROPOUT:
@@ -154,6 +157,7 @@ def bias_gradient_kernel(
     h_terms = heads if IS_HEAD_SHARED else 1
     m_terms = tl.cdiv(lengths.M, BLOCK_M) if IS_ROW_SHARED else 1
     n_terms = tl.cdiv(lengths.N, BLOCK_N) if IS_KEY_SHARED else 1
+    # (BLOCK_M, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for term in range(b_terms * h_terms * m_terms * n_terms):
         m_term = term // n_terms
@@ -170,9 +174,11 @@ def bias_gradient_kernel(
     rows = own_m + tl.arange(0, BLOCK_M)[:, None]
     keys = own_n + tl.arange(0, BLOCK_N)[None, :]
     if IS_ROW_SHARED:
+        # (1, BLOCK_N)
         acc = tl.sum(acc, 0)[None, :]
         rows = tl.zeros([1, 1], tl.int32)
     if IS_KEY_SHARED:
+        # (BLOCK_M, 1), or (1, 1)
         acc = tl.sum(acc, 1)[:, None]
         keys = tl.zeros([1, 1], tl.int32)
     offs = own_b.to(tl.int64) * dbias.batch + own_h.to(tl.int64) * dbias.head
@@ -229,6 +235,7 @@ def diagonal_sums(x):
     # Row i moved left by i, with its first i columns after the others: column c then holds the
     # diagonal c, below the wrapped ones of the diagonal c - SIDE.
     rows, columns = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+    # (SIDE, SIDE)
     moved = tl.gather(x, (columns + rows) % SIDE, 1)
     is_wrapped = columns + rows >= SIDE
     return tl.sum(tl.where(is_wrapped, 0.0, moved), 0), tl.sum(tl.where(is_wrapped, moved, 0.0), 0)
@@ -262,6 +269,7 @@ def distance_gradient_kernel(
     positions = RowPositions(own_N - own_M, at, b)
     offset = band_offset(lengths, SIDE)
     start, stop = rows_of_band(offset, own_M, own_N, positions, mask, cfg)
+    # (SIDE, SIDE)
     acc = tl.zeros([SIDE, SIDE], tl.float32)
     for m0 in range(start, stop, SIDE):
         found = score_gradient_tile(
@@ -269,6 +277,7 @@ def distance_gradient_kernel(
             drop_key, heads, b, h, m0, m0 + offset, cfg,
         )  # fmt: skip
         acc += found[0]
+    # (SIDE,)
     above, wrapped = diagonal_sums(acc)
     width = lengths.M + lengths.N - 1
     row = (tl.program_id(1) % 2).to(tl.int64) * lengths.B + b
@@ -350,12 +359,14 @@ def captured_gradient_kernel(
     positions = RowPositions(own_N - own_M, at, b)
     offset = band_offset(lengths, SIDE)
     start, stop = rows_of_band(offset, own_M, own_N, positions, mask, cfg)
+    # KEPT tiles (SIDE, SIDE)
     kept = ()
     # Triton unrolls this loop, joins tuples with `+` only, and lets a name change its type.
     for n in tl.static_range(KEPT):  # noqa: B007
         kept = kept + (tl.zeros([SIDE, SIDE], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for m0 in range(start, stop, SIDE):
         n0 = m0 + offset
+        # (SIDE, SIDE)
         ds, qk, visible = score_gradient_tile(
             q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
             drop_key, heads, b, h, m0, n0, cfg,
@@ -427,6 +438,7 @@ def row_sums_kernel(
     # (BLOCK_M, BLOCK_D)
     q_base, k_base = rows_base(q, b, start_q, h), rows_base(k, b, start_k, h // cfg.GROUP)
     q_tile = load_rows(q, q_base, m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT)
+    # (BLOCK_M,)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for n0 in range(0, N, BLOCK_N):
         # (BLOCK_N, BLOCK_D)
@@ -436,6 +448,7 @@ def row_sums_kernel(
             cfg,
         )  # fmt: skip
         row_sum += tl.sum(found[0], 1)
+    # (BLOCK_M, 1)
     row_sum = row_sum[:, None]
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h).to(tl.float32)
@@ -498,8 +511,10 @@ def probabilities_kernel(
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
     s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
     stats_row = stats_start(lengths, b, h, heads) + start_q
+    # (BLOCK_M,)
     lse = tl.load(lse_ptr + stats_row + offs_m, mask=offs_m < M, other=-float("inf"))
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
+    # (BLOCK_M, BLOCK_N)
     p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg)
     if cfg.HAS_DROPOUT:
         drop_key = dropout_key(rng_ptr)

@@ -101,12 +101,14 @@ def short_forward_kernel(
     sink_max, sink_sum = first_sums(sink_ptr, h, 0, cfg)
     row_max = tl.maximum(sink_max, as_pivot(tl.max(s, 1), factor, cfg))
     pivot = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf - -inf would be NaN
+    # (BLOCK_M, BLOCK_N), and (BLOCK_M,)
     p = exponentials(s, pivot[:, None], factor, cfg)
     row_sum = sink_sum * rescaling(sink_max, pivot, cfg) + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
         p = tl.where(kept(drop_key, first_kept, b, h, rows, first, positions, cfg), p, 0.0)
     if cfg.HAS_HIDDEN_KEYS:
         v_tile = without_hidden(v_tile, p)
+    # (BLOCK_M, BLOCK_N) @ (BLOCK_N, BLOCK_DV) -> (BLOCK_M, BLOCK_DV)
     acc = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
     row_max = row_max[:, None]
@@ -126,6 +128,7 @@ def normalised(p, pivot, sink_ptr, h, score, cfg: tl.constexpr):
     """P of a whole row, divided by its sum, and log2 of that sum, (BLOCK_M,): what a large
     log-sum-exp has lost, see `row_sums_kernel`.
     """
+    # (BLOCK_M, 1)
     row_sum = tl.sum(p, 1)[:, None]
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + h).to(tl.float32)
@@ -190,6 +193,7 @@ def short_backward_kernel(
         v, rows_base(v, b, start_k, kv_head), first, loaded_keys, True, cfg.DV, BLOCK_N, BLOCK_DV,
         cfg.ALIGNMENT,
     )  # fmt: skip
+    # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for g in range(cfg.GROUP):
@@ -200,6 +204,7 @@ def short_backward_kernel(
             cfg.ALIGNMENT,
         )  # fmt: skip
         stats = stats_start(lengths, b, h, heads) + start_q + offs_m
+        # (BLOCK_M,)
         lse = tl.load(lse_ptr + stats, mask=offs_m < M, other=-float("inf"))
         pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
         zero = tl.zeros([BLOCK_M, 1], tl.float32)
@@ -225,10 +230,12 @@ def short_backward_kernel(
         if cfg.HAS_DROPOUT:
             keep = kept(drop_key, first_kept, b, h, rows, first, positions, cfg)
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
+        # (BLOCK_N, BLOCK_M) @ (BLOCK_M, BLOCK_DV) -> (BLOCK_N, BLOCK_DV)
         dv_acc = tl.dot(tl.trans(p_kept), do_tile, dv_acc, input_precision="ieee")
         # (BLOCK_M, BLOCK_N)
         dp = tl.dot(do_tile, tl.trans(seen_v), input_precision="ieee")
         dp = drop(dp, keep, score.data.drop_scale, cfg)
+        # (BLOCK_M,)
         delta = tl.sum(p * dp, 1)
         if dlse_ptr is not None:
             delta -= tl.load(dlse_ptr + stats, mask=has_lse, other=0.0)
@@ -250,6 +257,7 @@ def short_backward_kernel(
         if cfg.HAS_HIDDEN_KEYS:
             ds = tl.where(p != 0.0, ds, 0.0)
         ds = ds.to(q_tile.dtype)
+        # (BLOCK_N, BLOCK_M) @ (BLOCK_M, BLOCK_D) -> (BLOCK_N, BLOCK_D)
         dk_acc = tl.dot(tl.trans(ds), q_tile, dk_acc, input_precision="ieee")
         # (BLOCK_M, BLOCK_D)
         dq_tile = tl.dot(ds, seen_k, input_precision="ieee") * score.data.scale

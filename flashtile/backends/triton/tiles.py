@@ -194,6 +194,7 @@ def in_block_mask(rows, keys, visible, b, h, blocks, cfg: tl.constexpr):
     visible = visible & (tile_row < blocks.rows) & (tile_column < blocks.columns)
     offs = block_mask_start(blocks, b, h)
     offs += tile_row * blocks.columns + tile_column
+    # The shape of `visible`, as all that follows.
     kind = tl.load(blocks.data.kinds + offs, mask=visible, other=0)
     index = tl.load(blocks.data.partial_index + offs, mask=visible & (kind == 2), other=0)
     inside = rows % cfg.MASK_TILE_M * cfg.MASK_TILE_N + keys % cfg.MASK_TILE_N
@@ -263,6 +264,7 @@ def add_relative_bias(s, data, h, rows, keys, corners, positions, cfg: tl.conste
     first_j = key_positions(corners.first_key, positions, cfg)
     last_j = key_positions(corners.last_key, positions, cfg)
     nearest, farthest = first_j - last_i, last_j - first_i
+    # (BLOCK_M, 1), (1, BLOCK_N); transposed in tiles of dK and dV
     i, j = query_positions(rows, positions, cfg), key_positions(keys, positions, cfg)
     if (nearest >= R) | (farthest <= -R):
         bias = tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32)
@@ -282,6 +284,7 @@ def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.conste
     If a score is only a product times a positive scale (cfg.IS_LINEAR), this returns `qk`, and the
     factor has the scale. The bias of rows from `M` is not read.
     """
+    # (BLOCK_M, BLOCK_N) or, in tiles of dK and dV, (BLOCK_N, BLOCK_M)
     if cfg.IS_LINEAR:
         s = qk
     else:
@@ -333,6 +336,7 @@ def as_float16(q_tile):
     float16 holds every float8 number, and needs fewer instructions than bfloat16. The factor is a
     power of two, so only numbers 2**17 below their row's largest number are rounded.
     """
+    # (BLOCK_M, 1)
     largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)[:, None]
     factor = tl.math.exp2(tl.math.floor(tl.math.log2(tl.where(largest > 0.0, largest, 1.0))))
     return (q_tile.to(tl.float32) / factor).to(tl.float16), factor
@@ -401,6 +405,7 @@ def random_bytes(key, b, h, queries, n0, positions, ADDED: tl.constexpr, cfg: tl
         group = tl.arange(0, 4 * BLOCKS)[None, :]
         block = key_positions((n0 // BLOCK_KEYS + group // 4) * BLOCK_KEYS, positions, cfg)
         groups = block // BLOCK_KEYS * 4 + group % 4 + ADDED
+        # four of (BLOCK_M, 4 BLOCKS)
         words = philox_block(key, b, h, queries, groups)
         if WORDS == 4:
             words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
@@ -443,6 +448,7 @@ def load_columns(
     (BLOCK, BLOCK_DIM); zero outside of `inside` (BLOCK, 1).
     """
     dims = tl.arange(0, BLOCK_DIM)[None, :]
+    # (BLOCK, BLOCK_DIM)
     pointers = tl.multiple_of(rows + FIRST + dims, [1, ALIGNMENT])
     return tl.load(pointers, mask=inside & (dims < DIM), other=0.0)
 
@@ -464,6 +470,7 @@ def load_rows(
     """
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
+    # (BLOCK, BLOCK_DIM)
     pointers = base + tl.cast(n0, tl.int64) * x.row + offs * x.row + dims
     pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
     if IS_MASKED:
@@ -512,6 +519,7 @@ def load_tile(
     BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """`load_rows` from a `tile_source`."""
+    # (BLOCK, BLOCK_DIM)
     if cfg.HAS_DESCRIPTORS:
         tile = source.load([n0, 0])
     elif cfg.IS_INVARIANT and IS_MASKED:  # a tile of queries may begin before the first one
@@ -538,6 +546,7 @@ def store_rows(
     """Write `tile` (BLOCK, BLOCK_DIM) to the rows [m0, m0 + BLOCK) from `base`, up to `count`."""
     offs = tl.arange(0, BLOCK)[:, None]
     dims = tl.arange(0, BLOCK_DIM)[None, :]
+    # (BLOCK, BLOCK_DIM)
     pointers = base + tl.cast(m0, tl.int64) * x.row + offs * x.row + dims
     pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
     inside = m0 + offs < count

@@ -287,6 +287,7 @@ def seen_by_spans(rows, start, stop, b, h, start_q, M, spans):
     starts = spans.starts + b * spans.starts_batch + h * spans.starts_head
     stops = spans.stops + b * spans.stops_batch + h * spans.stops_head
     inside = rows < M
+    # (rows,)
     own_start = gl.load(starts + row * spans.starts_row, mask=inside, other=0)
     own_stop = gl.load(stops + row * spans.stops_row, mask=inside, other=0)
     # At least 0: an interval may end anywhere, and the difference to a key must not overflow.
@@ -637,6 +638,7 @@ def numbers(slot, ROWS: gl.constexpr):
 @gluon.jit
 def is_kept(i, kept, KIND: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """Which of the COUNT rows from `i * COUNT` on are kept."""
+    # (COUNT,)
     row = i * COUNT + gl.arange(0, COUNT, layout=LAYOUT)
     keep = row < kept.stop
     if KIND == "range":
@@ -669,6 +671,7 @@ def clear_rows(x, kept, KIND: gl.constexpr, IS_UNROLLED: gl.constexpr = False):
     for i in range(first, PARTS * PIECES):
         parts = recast(pieces.index(i // PARTS), x.dtype, [PARTS, COUNT, WIDTH], SHARED)
         part = parts.index(i % PARTS)
+        # (COUNT, WIDTH)
         old = part.load(LAYOUT)
         keep = is_kept(i % PARTS, kept, KIND, COUNT, gl.SliceLayout(1, LAYOUT))
         part.store(gl.where(keep[:, None], old, gl.zeros_like(old)))
@@ -679,6 +682,7 @@ def clear_numbers(slot, kept, KIND: gl.constexpr, ROWS: gl.constexpr):
     """Zero the statistics of the rows that are not kept."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
     own = numbers(slot, ROWS)
+    # (ROWS,)
     old = own.load(LAYOUT)
     keep = is_kept(0, kept, KIND, ROWS, LAYOUT)
     own.store(gl.where(keep, old, gl.zeros_like(old)))

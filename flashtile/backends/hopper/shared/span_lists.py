@@ -262,6 +262,7 @@ def unseen_keys_kernel(
             starts += from_row * starts_row
             stops += from_row * stops_row
             for r in tl.static_range(SPANS):
+                # (CHUNK,) queries
                 start = tl.load(starts + r * starts_interval, mask=inside, other=0)
                 stop = tl.load(stops + r * stops_interval, mask=inside, other=0)
                 start = tl.maximum(start, first)
@@ -292,6 +293,7 @@ def store_intervals(
     stops += row * spans.stops_row
     extremes = ()
     for r in tl.static_range(SPANS):
+        # (ROWS,)
         start = tl.load(starts + r * spans.starts_interval, mask=inside, other=0)
         stop = tl.load(stops + r * spans.stops_interval, mask=inside, other=0)
         start = tl.maximum(start, first)
@@ -480,6 +482,7 @@ def seeing(first, mask, n0, blocks, made, cfg: tl.constexpr):
     full = block < 0
     for r in tl.static_range(SPANS):
         from_ptr = made.extremes + ((mask * blocks + block) * SPANS + r) * 4
+        # (CHUNK,)
         least_start = tl.load(from_ptr, mask=inside, other=0)
         least_stop = tl.load(from_ptr + 1, mask=inside, other=0)
         greatest_start = tl.load(from_ptr + 2, mask=inside, other=0)
