@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .inputs import UNWRITTEN
 from .linear_layout import LinearLayout
 from .memory import Descriptor, Pointer, Tile, load, philox, store, tile, where
 from .scheduler import Scheduler, context, released
@@ -314,6 +315,8 @@ def warp_specialize(roles: list[Any], warps: Any, registers: Any) -> None:
 def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barriers(shape[0])
+    if dtype == torch.int32:
+        return Shared(torch.full(tuple(shape), UNWRITTEN, dtype=dtype))
     return Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
 
 

@@ -64,6 +64,8 @@ def gradients(
     swizzle = swizzles(problem, parts, H100)[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "order_of_call", lambda *_: Order(parts, swizzle))
+        programs = 1 + seed % 2  # of a persistent kernel
+        patch.setattr(launch, "gpu_of", lambda _: H100._replace(multiprocessors=programs))
         found = launch.allocation(problem, operands).buffers()
         if add_to is not None:
             found = found._replace(dq=add_to)

@@ -103,12 +103,6 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
     return emulator.inline_asm(asm, constraints, args, **more)
 
 
-def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
-    if dtype == torch.int32:
-        return emulator.Shared(torch.full(tuple(shape), UNWRITTEN, dtype=dtype))
-    return emulator.allocate(dtype, shape, layout)
-
-
 def warpgroup_mma(
     a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False
 ) -> emulator.Product:
@@ -140,7 +134,6 @@ def say_more(patch: pytest.MonkeyPatch) -> None:
         "int16": torch.int16,
         **OF_LISTS,
         "split": lambda x: x.unbind(-1),
-        "allocate_shared_memory": allocate,
         "inline_asm_elementwise": inline_asm,
     }
     for name, value in more.items():

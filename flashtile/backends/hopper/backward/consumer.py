@@ -82,6 +82,7 @@ from .schedule import (
     next_block,
     own_blocks,
     own_heads,
+    read_key_work,
     rows_to_mask,
     seeing_rows,
 )
@@ -442,9 +443,40 @@ def consumer(
     ME: gl.constexpr, outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
     """dK and dV of this consumer's half of a tile of keys, and its share of dQ."""
+    if cfg.IS_PERSISTENT:
+        consume_tiles(ME, outputs, channels, sizes, mask, score, cfg)
+    else:
+        consume_tile(ME, outputs, channels, tile, sizes, at, mask, score, cfg)
+
+
+@gluon.jit
+def consume_tiles(ME: gl.constexpr, outputs, channels, sizes, mask, score, cfg: gl.constexpr):
+    """The tiles of a persistent program, until there are no more."""
+    count = 0  # tiles so far
+    i = 0  # steps so far
+    channels.work.acquire(count)
+    work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
+    while work.begin < work.end:
+        sums, i = query_loop(ME, count, i, outputs, channels, work, sizes, mask, score, cfg)
+        # Read again, because the loop has no registers left for it.
+        work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
+        store_gradients(ME, sums, outputs, channels, work, sizes, score.scale, cfg)
+        channels.work.release(count)
+        count += 1
+        channels.work.acquire(count)
+        work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_tile(
+    ME: gl.constexpr, outputs, channels, tile, sizes, at, mask, score, cfg: gl.constexpr
+):  # fmt: skip
+    """The tile of a program that has only one."""
     work = key_work(tile, sizes, at, mask, cfg)
     if work.end > work.begin:
-        sums = query_loop(ME, outputs, channels, work, sizes, mask, score, cfg)
+        zero = work.n * 0
+        sums, _ = query_loop(ME, 0, zero, outputs, channels, work, sizes, mask, score, cfg)
         if cfg.IS_PARTED:
             store_parts(ME, sums, outputs, work, sizes, at, cfg)
         else:
@@ -458,12 +490,14 @@ def consumer(
 
 
 @gluon.jit
-def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
-    """The loop over this program's query blocks that see the tile, head by head; returns
-    `KeySums`.
+def query_loop(
+    ME: gl.constexpr, count, i, outputs, channels, work, sizes, mask, score, cfg: gl.constexpr
+):  # fmt: skip
+    """The loop over this program's query blocks that see the tile, head by head, after `count`
+    tiles with `i` steps in all; returns `KeySums` and the number of steps so far.
     """
-    channels.k.acquire(0)
-    channels.v.acquire(0)
+    channels.k.acquire(count)
+    channels.v.acquire(count)
     if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
         clear_keys(ME, channels, work, sizes, mask, cfg)
     sums = no_sums(work.n, cfg)
@@ -471,17 +505,23 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
     v = own_rows(ME, channels.v, 0, cfg.HAS_V_IN_REGISTERS, cfg)
     total = work.stop_step - work.first_step
     gl.assume(total > 0)
-    channels.q.acquire(0)
-    s = issue_scores(k, 0, channels, cfg)
-    lse = statistic(channels.lse, 0, cfg)
+    total += i
+    channels.q.acquire(i)
+    s = issue_scores(k, i, channels, cfg)
+    lse = statistic(channels.lse, i, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     if cfg.STAGGER > 0 and ME == 1:
         wait_cycles(total, cfg.STAGGER)
+    if cfg.IS_PERSISTENT:  # dK and dV of the previous tile have left the ring of dS
+        tma.store_wait(0)
+        fence_async_shared()
+        sync_warps()
+        if count > 0:
+            channels.ds.release_operand(i + count - 1)
     # The first slot has the dS of no step, and the dQ that is computed from it is not added.
-    arrive_alone(channels.ds.full.index(0))
+    arrive_alone(channels.ds.full.index((i + count) % 2))
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
     HAS_MASKED_END: gl.constexpr = ends_masked(cfg)
-    i = 0
     added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
@@ -499,8 +539,8 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if cfg.IS_ASCENDING or HAS_MASKED_END:
             for _ in range(before):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
-                    channels, work, score, True, cfg,
+                    ME, s, lse, sums, added, count, i, total, m, base, slope, draws, keys, v,
+                    outputs, channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m = next_block(m, cfg)
@@ -508,7 +548,7 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
             wait_cycles(i, cfg.FULL_STAGGER)
         for _ in range(full_begin, full_end):
             s, lse, sums, added = step(
-                ME, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
+                ME, s, lse, sums, added, count, i, total, m, base, slope, draws, keys, v, outputs,
                 channels, work, score, False, cfg,
             )  # fmt: skip
             i += 1
@@ -516,26 +556,35 @@ def query_loop(ME: gl.constexpr, outputs, channels, work, sizes, mask, score, cf
         if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_LISTS:
             for _ in range(after):
                 s, lse, sums, added = step(
-                    ME, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
-                    channels, work, score, True, cfg,
+                    ME, s, lse, sums, added, count, i, total, m, base, slope, draws, keys, v,
+                    outputs, channels, work, score, True, cfg,
                 )  # fmt: skip
                 i += 1
                 m = next_block(m, cfg)
-    channels.ds.acquire(i)
-    dq = issue_dq(ME, whole_tile(channels.k, 0), i, channels.ds.tiles, cfg)
+    if cfg.IS_PERSISTENT:
+        channels.v.release_operand(0)
+    j = i + count
+    channels.ds.acquire(j)
+    dq = issue_dq(ME, whole_tile(channels.k, 0), j, channels.ds.tiles, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
-    return sums
+    if cfg.IS_PERSISTENT:
+        channels.k.release_operand(0)
+    emit_dq(ME, dq, j, added, outputs, channels.staging, cfg)
+    return sums, i
 
 
 @gluon.jit
 def step(
-    ME: gl.constexpr, s, lse, sums, added, i, total, m, base, slope, draws, keys, v, outputs,
-    channels, work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
+    ME: gl.constexpr, s, lse, sums, added, count, i, total, m, base, slope, draws, keys, v,
+    outputs, channels, work, score, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """Process one block of queries: add to `sums` and dQ, and compute S^T of the next block."""
+    """Process one block of queries: add to `sums` and dQ, and compute S^T of the next block. It is
+    step `i` of all `count` tiles so far and this one.
+    """
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
+    if cfg.IS_PERSISTENT:
+        i = natural(i)
     all_keys = whole_tile(channels.k, zero)
     k = own_rows(ME, channels.k, zero, False, cfg)
     bits = bits_of(m, keys, cfg)
@@ -557,7 +606,7 @@ def step(
     p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, IS_MASKED, cfg)
     p = kept_probabilities(p, dtype, cfg)
     s, lse, sums = end_of_step(
-        ME, p, factor, dp, lse, sums, added, i, total, k, all_keys, outputs, channels, cfg
+        ME, p, factor, dp, lse, sums, added, count, i, total, k, all_keys, outputs, channels, cfg
     )
     added = base + m
     return s, lse, sums, added
@@ -565,12 +614,14 @@ def step(
 
 @gluon.jit
 def end_of_step(
-    ME: gl.constexpr, p, factor, dp, lse, sums, added, i, total, k, all_keys, outputs, channels,
-    cfg: gl.constexpr,
+    ME: gl.constexpr, p, factor, dp, lse, sums, added, count, i, total, k, all_keys, outputs,
+    channels, cfg: gl.constexpr,
 ):  # fmt: skip
     """The part of a step after P, and dQ of the previous step."""
     dtype: gl.constexpr = p.dtype
     PARTS: gl.constexpr = products_along(cfg)
+    # Uses of the rings of dS and dQ, of which each tile's first one belongs to no step.
+    j = natural(i + count) if cfg.IS_PERSISTENT else i
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
     dp = warpgroup_mma_wait(PARTS, deps=[dp])
     minus_delta = factor
@@ -580,17 +631,17 @@ def end_of_step(
     ds = score_gradient(factor, dp, minus_delta, cfg).to(dtype)
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
-        channels.ds.acquire(i)
-        dq = issue_dq(ME, all_keys, i, channels.ds.tiles, cfg)
-    await_empty(channels.ds, i + 1)
-    shared_half(ME, channels.ds.tiles, i + 1, cfg).store(ds)
+        channels.ds.acquire(j)
+        dq = issue_dq(ME, all_keys, j, channels.ds.tiles, cfg)
+    await_empty(channels.ds, j + 1)
+    shared_half(ME, channels.ds.tiles, j + 1, cfg).store(ds)
     fence_async_shared()
     if not cfg.IS_DQ_FIRST:
-        channels.ds.acquire(i)
+        channels.ds.acquire(j)
     sync_warps()
-    arrive_alone(channels.ds.full.index((i + 1) % 2))
+    arrive_alone(channels.ds.full.index((j + 1) % 2))
     if not cfg.IS_DQ_FIRST:
-        dq = issue_dq(ME, all_keys, i, channels.ds.tiles, cfg)
+        dq = issue_dq(ME, all_keys, j, channels.ds.tiles, cfg)
     if PARTS == 1:
         dv = warpgroup_mma_wait(2, deps=[dv])
     else:
@@ -603,13 +654,19 @@ def end_of_step(
         dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
     else:
         dk, dk_tail, dq = warpgroup_mma_wait(2, deps=[dk, dk_tail, dq])
-    channels.ds.release_operand(i)
+    channels.ds.release_operand(j)
     if cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i + 1, cfg)
     channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
-    emit_dq(ME, dq, i, added, outputs, channels.staging, cfg)
+    emit_dq(ME, dq, j, added, outputs, channels.staging, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, lse, KeySums(dk, dv, dk_tail, dv_tail)
+
+
+@gluon.jit
+def natural(i):
+    """`i`, which is not negative, as the compiler then knows: halves are shifts."""
+    return i & 0x7FFFFFFF
 
 
 @gluon.jit
@@ -627,13 +684,13 @@ def add_product(left, rows, i, x, x_tail, cfg: gl.constexpr):
 
 
 @gluon.jit
-def emit_dq(ME: gl.constexpr, dq, i, block, outputs, staging, cfg: gl.constexpr):
-    """Add this consumer's half of dQ of step i - 1 to block `block` of the workspace, or pass it to
-    the writer.
+def emit_dq(ME: gl.constexpr, dq, j, block, outputs, staging, cfg: gl.constexpr):
+    """Add this consumer's half of dQ of the step before use `j` to block `block` of the workspace,
+    or pass it to the writer.
     """
     if not cfg.HAS_DQ_IN_REGISTERS:
-        put_piece(ME, dq, staging, i, cfg)
-    elif i > 0:
+        put_piece(ME, dq, staging, j, cfg)
+    elif j > 0:
         add_at_once(ME, dq, block, outputs.workspace, cfg)
 
 
@@ -730,15 +787,32 @@ def store_gradients(
     # The other consumer's last products also read the slots of Q and dO, which are overwritten now.
     wait_at_barrier(FIRST_BARRIER, 256)
     dv, dk, plain = outputs.dv, outputs.dk, outputs.plain
-    store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
-    if cfg.TAIL_D > 0:
-        tail = sums.dv_tail
-        store_gradient(ME, tail, True, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
     x = sums.dk * scale
-    store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, sizes, cfg)
-    if cfg.TAIL_D > 0:
-        x_tail = sums.dk_tail * scale
-        store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, sizes, cfg)
+    if cfg.IS_PERSISTENT:  # the next tile's Q and dO are already in their slots
+        row = work.n0 + ME * CONSUMER_ROWS
+        tiles = through_ds(channels.ds, cfg)
+        store_rows(sums.dv, tiles.index(ME), row, 0, dv.tiles, plain.dv, cfg.DV, work, sizes, cfg)
+        if tiles.shape[0] == 2:
+            tma.store_wait(0)
+        tile = tiles.index(tiles.shape[0] - 2 + ME)
+        store_rows(x, tile, row, 0, dk.tiles, plain.dk, cfg.D, work, sizes, cfg)
+    else:
+        store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
+        if cfg.TAIL_D > 0:
+            tail = sums.dv_tail
+            store_gradient(ME, tail, True, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
+        store_gradient(ME, x, False, channels.q, dk, plain.dk, cfg.D, work, sizes, cfg)
+        if cfg.TAIL_D > 0:
+            x_tail = sums.dk_tail * scale
+            store_gradient(ME, x_tail, True, channels.q, dk, plain.dk, cfg.D, work, sizes, cfg)
+
+
+@gluon.jit
+def through_ds(ds, cfg: gl.constexpr):
+    """The ring of dS as tiles (1, 64, 1, BLOCK_D): two, or more."""
+    TILES: gl.constexpr = 4 * cfg.BLOCK_M // cfg.BLOCK_D
+    shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, cfg.BLOCK_D]
+    return recast(ds.tiles, ds.tiles.dtype, shape, shared_rows(cfg.BLOCK_D))
 
 
 @gluon.jit

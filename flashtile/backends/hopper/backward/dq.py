@@ -42,6 +42,7 @@ from .schedule import (
     own_heads,
     own_steps,
     predecessors_at,
+    read_key_work,
     visited_block,
 )
 
@@ -265,22 +266,35 @@ def start_additions(
 
 
 @gluon.jit
-def writer(ME: gl.constexpr, outputs, staging, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Add dQ of a tile of keys: every step or, with two writers, every second step."""
-    if cfg.ADDERS == 1:
+def writer(ME: gl.constexpr, outputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
+    """Add dQ of every tile of keys: every step or, with two writers, every second step."""
+    staging = channels.staging
+    if cfg.IS_PERSISTENT:
+        count = 0  # tiles so far
+        i = 0  # pairs so far
+        channels.work.acquire(count)
+        work = read_key_work(channels.work, count, sizes, 1, cfg)
+        while work.begin < work.end:
+            i = add_pairs(ME, i, outputs, staging, work, sizes, mask, cfg)
+            channels.work.release(count)
+            count += 1
+            channels.work.acquire(count)
+            work = read_key_work(channels.work, count, sizes, 1, cfg)
+    elif cfg.ADDERS == 1:
         work = key_work(tile, sizes, at, mask, cfg)
-        add_pairs(ME, outputs, staging, work, sizes, mask, cfg)
+        add_pairs(ME, work.n * 0, outputs, staging, work, sizes, mask, cfg)
 
 
 @gluon.jit
-def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.constexpr):
-    """Add the pieces of both consumers from the staging ring, in the order of the query loop."""
+def add_pairs(ME: gl.constexpr, i, outputs, staging, work, sizes, mask, cfg: gl.constexpr):
+    """Add the pieces of both consumers from the staging ring, in the order of the query loop, after
+    `i` pairs; return the number of pairs so far.
+    """
     count = work.end - work.begin
-    i = 0  # pairs so far
     if not cfg.IS_SPLIT:  # the first pair belongs to no step
         if ME == 0 and count > 0:
-            staging.acquire(0)
-            staging.release(0)
+            staging.acquire(i)
+            staging.release(i)
         i += 1
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
@@ -298,6 +312,7 @@ def add_pairs(ME: gl.constexpr, outputs, staging, work, sizes, mask, cfg: gl.con
                 else:
                     add_pair(outputs, staging, i, index, block, predecessors, work, cfg)
             i += 1
+    return i
 
 
 @gluon.jit
@@ -469,7 +484,7 @@ def delta_kernel(
     SIZE: tl.constexpr = cfg.BLOCK_M * cfg.DQ_COLUMNS  # of a block of the workspace
     ADDERS: tl.constexpr = cfg.ADDERS
     b, h, m, start, count, first_block = block_of_rows(at, B, M, total_q, heads, BLOCK)
-    if cfg.IS_ORDERED:
+    if cfg.IS_ORDERED or cfg.IS_PERSISTENT:
         tl.store(order.counter, 0, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
     if cfg.IS_PACKED:
         # There are at least as many programs as sequences.
@@ -594,14 +609,19 @@ def block_of_rows(at, B, M, total_q, heads, BLOCK_M: tl.constexpr):
     """The block of a program: sequence, head, index in the sequence (negative in front of the first
     sequence), first row and number of rows of the sequence, and its first block in the workspace.
 
-    The programs of a packed batch are those of the blocks of the workspace.
+    The programs of a packed batch are those of the blocks of the workspace. Those of a dense batch
+    begin with the last head: the cache then has the first heads when the next kernel begins with
+    them, and the last ones after it has ended with them.
     """
-    h = tl.program_id(0) % heads
-    b = tl.program_id(0) // heads
-    m = tl.program_id(1)
-    first_block = b * tl.cdiv(M, BLOCK_M)
-    if at.cu_seqlens_q is not None:
-        block = b
+    if at.cu_seqlens_q is None:
+        blocks = tl.cdiv(M, BLOCK_M)
+        number = tl.num_programs(0) - 1 - tl.program_id(0)
+        head, m = number // blocks, number % blocks
+        b, h = head // heads, head % heads
+        first_block = b * blocks
+    else:
+        h = tl.program_id(0) % heads
+        block = tl.program_id(0) // heads
         b = sequence_of_block(block, at.cu_seqlens_q, B, total_q, BLOCK_M)
     start, count = rows_of(b, Side(at.cu_seqlens_q, at.seqused_q, total_q, M))
     if at.cu_seqlens_q is not None:

@@ -5,22 +5,31 @@ of keys, or a part of its steps, so that dK and dV stay in registers, summed ove
 a group; dQ is added to memory. The producer is in this file, the consumers are in `consumer.py`,
 and the writers in `dq.py`.
 
+With cfg.IS_PERSISTENT a program processes one tile after the other. The producer takes the next
+tile and sends it to the other roles while the consumers process this one, and its Q, dO, V and K
+are loaded as slots become free; dK and dV leave through the ring of dS, which only consumers use.
+
 The barriers. Use `i` of a ring is in slot `i % SLOTS` and has the parity of its round,
-`i // SLOTS`: a wait for full passes it, a wait for empty the other one. k and v are filled once.
+`i // SLOTS`: a wait for full passes it, a wait for empty the other one. "Step" counts the steps of
+all tiles of a program, and "step + 1" one more for each tile: the first use of a tile belongs to no
+step.
 
 | barrier | who arrives | who waits | use |
 |---|---|---|---|
-| k, v full | TMA | both consumers | 0 |
+| work full | producer, if persistent | consumers, writer | tiles so far |
+| work empty | these, when they are done with the tile | producer | as above |
+| k, v full | TMA | both consumers | tiles so far |
+| k, v empty | both, after the last dQ and dP, if persistent | producer | as above |
 | q full | TMA: Q and its log-sum-exp | both consumers | step |
 | q empty | both, after S^T and dK | producer | step |
 | dout full | TMA: dO and its delta | both consumers | step |
 | dout empty | both, after dP^T and dV | producer | step |
 | up to 128 columns: | | | |
 | ds full | both consumers: each stores dS^T of its keys | both, before dQ | step + 1 |
-| ds empty | both, after dQ | both, before the next dS^T | step + 1 |
+| ds empty | both, after dQ; of a last step, when dK and dV have left | both, before dS^T | step + 1 |
 | staging full | both: each stores its piece of dQ | the writer of the step | step + 1 |
 | staging empty | the writer, after the addition has read it | both consumers | step + 1 |
-| FIRST_BARRIER | both, at the end: slots of Q and dO take dK and dV | both | once |
+| FIRST_BARRIER | both, after the last dQ: dK and dV take slots of dS, or Q and dO | both | tile |
 | above: | | | |
 | p full | value consumer; dS^T of the last step was read | key consumer | step |
 | ds full | key consumer; P of the step was read | value consumer | step |
@@ -36,7 +45,7 @@ it writes:
 - This kernel loads only K and V before the wait. The producer waits before it loads the statistics,
   and without them there is no dQ, so the consumers and the writers add nothing to the workspace
   before it is clear. Ordered programs and those of packed batches also wait before they take a
-  number from the counter or a tile from the list.
+  number from the counter or a tile from the list, and a persistent program's producer at once.
 - The lists of a block mask are older than the first kernel, so they need no wait.
 - The kernel that rounds dQ waits before anything else.
 
@@ -54,18 +63,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
-from ..shared.pipeline import Channel, Described, copy_to_shared, make_channel, shared_rows
-from ..shared.schedule import NUMBERS, Mask, batch_of
+from ..shared.pipeline import (
+    Channel,
+    Described,
+    copy_to_shared,
+    make_channel,
+    make_queue,
+    shared_rows,
+)
+from ..shared.schedule import NUMBERS, Mask, batch_of, next_number
 from ..shared.softmax import Dropout, Score
 from .consumer import consumer, key_consumer, value_consumer
 from .dq import make_split_staging, make_staging, writer
 from .schedule import (
+    KEY_WORK_NUMBERS,
     block_at,
     key_work,
     listed_blocks,
     listed_tile,
     own_heads,
     own_steps,
+    put_key_work,
+    put_no_work,
     visited_block,
 )
 
@@ -85,6 +104,7 @@ class Channels(NamedTuple):
     p: Any  # P^T, if it goes through shared memory
     ds: Any  # dS^T (slots, BLOCK_N, BLOCK_M)
     staging: Any  # dQ on its way to memory: see `make_staging` and `make_split_staging`
+    work: Any  # the tiles of a persistent program
 
 
 class Inputs(NamedTuple):
@@ -132,6 +152,7 @@ class KeySizes(NamedTuple):
     reciprocals: Any  # OrderReciprocals, or PhaseReciprocals with cfg.HAS_PHASES
     blocks: Any  # number of blocks of the workspace per head
     parts: Any  # programs that share a tile; None without cfg.IS_PARTED
+    tiles: Any  # number of tiles of all heads, for persistent programs
 
 
 @gluon.jit
@@ -187,6 +208,7 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
     SLOTS: gl.constexpr = 1 if cfg.IS_SPLIT else 2
     SCORES: gl.constexpr = [SLOTS, cfg.BLOCK_N, cfg.BLOCK_M]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
+    OF_KEYS: gl.constexpr = 2 if cfg.IS_PERSISTENT else 1  # otherwise they are never released
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
     if cfg.IS_SPLIT:
         p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
@@ -201,11 +223,12 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
         make_tiles(dtype, cfg.DO_STAGES, cfg.BLOCK_M, 2, cfg.BLOCK_DV, cfg.TAIL_DV),
         make_statistics(inputs.lse, cfg.Q_STAGES, cfg),
         make_statistics(inputs.delta, cfg.DO_STAGES, cfg),
-        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg.BLOCK_D, cfg.TAIL_D),
-        make_tiles(dtype, 1, cfg.BLOCK_N, 1, cfg.BLOCK_DV, cfg.TAIL_DV),
+        make_tiles(dtype, 1, cfg.BLOCK_N, OF_KEYS, cfg.BLOCK_D, cfg.TAIL_D),
+        make_tiles(dtype, 1, cfg.BLOCK_N, OF_KEYS, cfg.BLOCK_DV, cfg.TAIL_DV),
         p,
         ds,
         staging,
+        make_queue(2, KEY_WORK_NUMBERS, 3) if cfg.IS_PERSISTENT else ds,
     )
     fence_async_shared()
     return channels
@@ -215,39 +238,79 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
 
 
 @gluon.jit
-def producer(inputs, channels, tile, sizes, at, mask, cfg: gl.constexpr):
-    """Load the tile's keys and values once, and every block of queries that sees them and is this
-    program's, one head of the group after the other.
+def producer(inputs, channels, tile, order, sizes, at, mask, cfg: gl.constexpr):
+    """Load the keys and values of every tile once, and every block of queries that sees them and is
+    this program's, one head of the group after the other.
 
     Only K and V may be loaded before the wait for the earlier kernels.
     """
-    work = key_work(tile, sizes, at, mask, cfg)
-    batch_k, row_k = batch_of(work.b, at.cu_seqlens_k), work.start_k + work.n0
-    batch_q = batch_of(work.b, at.cu_seqlens_q)
+    if cfg.IS_PERSISTENT:
+        wait_for_earlier_kernels()
+        load_all(inputs, channels, order, sizes, at, mask, cfg)
+    else:
+        work = key_work(tile, sizes, at, mask, cfg)
+        if work.end > work.begin:
+            load_keys(inputs.k, channels.k, 0, work, at)
+            load_keys(inputs.v, channels.v, 0, work, at)
+        wait_for_earlier_kernels()
+        if work.end > work.begin:
+            load_queries(inputs, channels, 0, work.n * 0, work, sizes, at, mask, cfg)
+
+
+@gluon.jit
+def load_all(inputs, channels, order, sizes, at, mask, cfg: gl.constexpr):
+    """The tiles of a persistent program, each of which it takes while the consumers process the
+    previous one. Tiles that no query sees are left out.
+    """
+    count = 0  # tiles so far
     i = 0  # blocks so far
-    count = work.end - work.begin
-    if count > 0:
-        load_tile(inputs.k, channels.k, 0, batch_k, row_k, work.kv_head, 0)
-        load_tile(inputs.v, channels.v, 0, batch_k, row_k, work.kv_head, 0)
-    wait_for_earlier_kernels()
-    if count > 0:
-        first_head, stop_head = own_heads(work, sizes, cfg)
-        for g in range(first_head, stop_head):
-            h = work.kv_head * sizes.group + g
-            listed = listed_blocks(g, count, work, sizes, mask, cfg)
-            first, stop = own_steps(g, listed.count, work, cfg)
-            for j in range(first, stop):
-                block = block_at(visited_block(j, listed, work, cfg), listed.entries, cfg)
-                row = work.start_q + block * cfg.BLOCK_M
-                index = h * sizes.blocks + work.first_block + block
-                BYTES: gl.constexpr = inputs.lse.block_type.nbytes
-                full = load_tile(inputs.q, channels.q, i, batch_q, row, h, BYTES)
-                slot = i % cfg.Q_STAGES
-                copy_to_shared(inputs.lse, [index, 0], full, channels.lse.index(slot))
-                full = load_tile(inputs.dout, channels.dout, i, batch_q, row, h, BYTES)
-                slot = i % cfg.DO_STAGES
-                copy_to_shared(inputs.delta, [index, 0], full, channels.delta.index(slot))
-                i += 1
+    number = gl.program_id(0)
+    while number < sizes.tiles:
+        work = key_work(listed_tile(number, order, sizes, cfg), sizes, at, mask, cfg)
+        if work.end > work.begin:
+            put_key_work(channels.work, count, work)
+            i = load_queries(inputs, channels, count, i, work, sizes, at, mask, cfg)
+            count += 1
+        number = next_number(order.counter)
+    put_no_work(channels.work, count)
+
+
+@gluon.jit
+def load_keys(x, channel, count, work, at):
+    """Load K or V of tile `count`."""
+    batch = batch_of(work.b, at.cu_seqlens_k)
+    load_tile(x, channel, count, batch, work.start_k + work.n0, work.kv_head, 0)
+
+
+@gluon.jit
+def load_queries(inputs, channels, count, i, work, sizes, at, mask, cfg: gl.constexpr):
+    """Load all blocks of queries of tile `count`, after `i` blocks; return the number of blocks so
+    far. A persistent program loads the first block before the keys, whose slots are free later.
+    """
+    batch = batch_of(work.b, at.cu_seqlens_q)
+    begin = i
+    first_head, stop_head = own_heads(work, sizes, cfg)
+    for g in range(first_head, stop_head):
+        h = work.kv_head * sizes.group + g
+        listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
+        first, stop = own_steps(g, listed.count, work, cfg)
+        for j in range(first, stop):
+            block = block_at(visited_block(j, listed, work, cfg), listed.entries, cfg)
+            row = work.start_q + block * cfg.BLOCK_M
+            index = h * sizes.blocks + work.first_block + block
+            BYTES: gl.constexpr = inputs.lse.block_type.nbytes
+            full = load_tile(inputs.q, channels.q, i, batch, row, h, BYTES)
+            slot = i % cfg.Q_STAGES
+            copy_to_shared(inputs.lse, [index, 0], full, channels.lse.index(slot))
+            full = load_tile(inputs.dout, channels.dout, i, batch, row, h, BYTES)
+            slot = i % cfg.DO_STAGES
+            copy_to_shared(inputs.delta, [index, 0], full, channels.delta.index(slot))
+            if cfg.IS_PERSISTENT:  # noqa: SIM102 -- known while compiling
+                if i == begin:  # V is released before K
+                    load_keys(inputs.v, channels.v, count, work, at)
+                    load_keys(inputs.k, channels.k, count, work, at)
+            i += 1
+    return i
 
 
 @gluon.jit
@@ -269,13 +332,15 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
     workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
-    heads, group, swizzle, reciprocals, blocks, parts, left, right, chunk, lists, alibi_batch,
+    heads, group, swizzle, reciprocals, blocks, parts, tiles, left, right, chunk, lists, alibi_batch,
     scale, softcap, first_kept,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the sum for dQ; each program has one tile of keys, or a part of its steps."""
+    """dK, dV and the sum for dQ; each program has one tile of keys, a part of its steps, or one tile
+    after the other.
+    """
     sizes = KeySizes(
-        B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts
+        B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts, tiles
     )  # fmt: skip
     mask = Mask(left, right, chunk, lists, at.q_runs, at.k_runs)
     dropout = Dropout(pointers.rng_state, first_kept)
@@ -289,22 +354,23 @@ def backward_kernel(
     inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
     outputs = Outputs(dk, dv, workspace, workspace_tail_desc, plain, semaphores_ptr)
     let_next_kernel_start()
-    if cfg.IS_ORDERED or cfg.IS_PACKED:  # the earlier kernel writes the counter and the list
+    if cfg.IS_ORDERED or (cfg.IS_PACKED and not cfg.IS_PERSISTENT):  # the earlier kernel writes the counter and the list
         wait_for_earlier_kernels()
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
         tile = gl.atomic_add(order.counter, 1, sem="relaxed")  # it orders no other memory access
     else:
         tile = gl.program_id(0)
-    tile = listed_tile(tile, order, sizes, cfg)
+    if not cfg.IS_PERSISTENT:
+        tile = listed_tile(tile, order, sizes, cfg)
     channels = make_channels(inputs, workspace, cfg)
     if cfg.IS_SPLIT and cfg.IS_ORDERED:
         gl.warp_specialize(
             [
                 (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
-                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
-                (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (1, outputs, channels, tile, sizes, at, mask, cfg)),
             ],
             [4, 1, 1, 1],
             [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
@@ -314,7 +380,7 @@ def backward_kernel(
             [
                 (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
+                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
             ],
             [4, 1],
             [OF_CONSUMERS, OF_OTHERS],
@@ -324,9 +390,9 @@ def backward_kernel(
             [
                 (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
-                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
-                (writer, (1, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
+                (writer, (1, outputs, channels, tile, sizes, at, mask, cfg)),
             ],
             [4, 1, 1, 1],
             [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
@@ -336,8 +402,8 @@ def backward_kernel(
             [
                 (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, sizes, at, mask, cfg)),
-                (writer, (0, outputs, channels.staging, tile, sizes, at, mask, cfg)),
+                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
+                (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
             ],
             [4, 1, 1],
             [OF_CONSUMERS, OF_OTHERS, OF_OTHERS],

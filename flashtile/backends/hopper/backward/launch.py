@@ -146,6 +146,8 @@ def allocation(problem: AttentionProblem, operands: Operands) -> Allocation:
     of_integers: dict[str, tuple[int, ...]] = {}
     if config.IS_ORDERED:
         of_integers |= {"semaphores": (blocks * config.ADDERS,), "counter": (1,)}
+    if config.IS_PERSISTENT:
+        of_integers["counter"] = (1,)
     if config.IS_PACKED:
         of_integers["tiles"] = key_tiles(problem, operands, config), 2
     if config.SPANS > 0:
@@ -412,6 +414,10 @@ def key_launch(
     else:
         programs = key_tiles(problem, operands, config) * heads
         reciprocals = order_reciprocals(tiles, problem.B, heads, swizzle)
+    persistent = programs
+    if config.IS_PERSISTENT:
+        most = gpu_of(operands.k.device).multiprocessors - problem.reserved_processors
+        persistent = min(programs, max(most, 1))
     slopes = operands.alibi_slopes
     arguments = {
         **descriptors(operands, dout, made, config),
@@ -431,6 +437,7 @@ def key_launch(
         "swizzle": swizzle,
         "reciprocals": reciprocals,
         "parts": parts if config.IS_PARTED else None,
+        "tiles": programs if config.IS_PERSISTENT else None,
         "left": as_kernel_number(options.window_left),
         "right": as_kernel_number(options.window_right),
         "chunk": as_kernel_number(options.attention_chunk),
@@ -441,7 +448,7 @@ def key_launch(
         "first_kept": first_kept(options.dropout_p) if config.HAS_DROPOUT else None,
         **common,
     }
-    return Launch(backward_kernel, (programs,), arguments, is_early=True)
+    return Launch(backward_kernel, (persistent,), arguments, is_early=True)
 
 
 def descriptors(
@@ -518,7 +525,7 @@ def row_grid(
     """A program for every block of rows of every head."""
     if problem.layout != "dense":
         return workspace_blocks(problem, operands, config) * problem.Hq, 1
-    return problem.B * problem.Hq, -(-problem.M // config.BLOCK_M)
+    return problem.B * problem.Hq * -(-problem.M // config.BLOCK_M), 1
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:

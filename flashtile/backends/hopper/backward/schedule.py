@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..shared.pipeline import aggregate, opaque_zero
+from ..shared.pipeline import aggregate, number_of, opaque_zero, put
 from ..shared.schedule import (
     Kept,
     divide,
@@ -47,7 +47,7 @@ def entry_size(cfg):
 class KeyOrder(NamedTuple):
     """Where the programs find their tiles."""
 
-    counter: Any  # number of tiles that have started, for ordered additions
+    counter: Any  # number of tiles that have started, for ordered additions and persistent programs
     tiles: Any  # the list of `packing_order`, for packed batches
 
 
@@ -266,6 +266,43 @@ def key_work(tile, sizes, at, mask, cfg: gl.constexpr):
         b, h, part, n, n0, start_q, M, start_k, N,
         blocks_before(b, start_q, sizes.M, at.cu_seqlens_q, cfg.BLOCK_M),
         gl.where(n > 0, before, 0), begin, full_begin, full_end, end, first_step, stop_step,
+    )  # fmt: skip
+
+
+KEY_WORK_NUMBERS = gl.constexpr(12)  # that `put_key_work` sends
+
+
+@gluon.jit
+def put_key_work(queue, i, work):
+    """Send the next tile of a persistent program to the other roles."""
+    put(queue, i, (
+        work.b, work.kv_head, work.n, work.start_q, work.M, work.start_k, work.N,
+        work.first_block, work.begin, work.full_begin, work.full_end, work.end,
+    ))  # fmt: skip
+
+
+@gluon.jit
+def put_no_work(queue, i):
+    """Say that there are no more tiles."""
+    put(queue, i, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def read_key_work(queue, i, sizes, WARPS: gl.constexpr, cfg: gl.constexpr):
+    """Read the work of `put_key_work` in a role of WARPS warps."""
+    W: gl.constexpr = WARPS
+    b, kv_head, n = number_of(queue, i, 0, W), number_of(queue, i, 1, W), number_of(queue, i, 2, W)
+    zero = 0 * sizes.M
+    start_q, M, start_k, N = zero, sizes.M, zero, sizes.N
+    if cfg.IS_PACKED:
+        start_q, M = number_of(queue, i, 3, W), number_of(queue, i, 4, W)
+        start_k, N = number_of(queue, i, 5, W), number_of(queue, i, 6, W)
+    first_block = number_of(queue, i, 7, W)
+    begin, full_begin = number_of(queue, i, 8, W), number_of(queue, i, 9, W)
+    full_end, end = number_of(queue, i, 10, W), number_of(queue, i, 11, W)
+    return KeyWork(
+        b, kv_head, zero, n, n * cfg.BLOCK_N, start_q, M, start_k, N, first_block, zero, begin,
+        full_begin, full_end, end, zero, (end - begin) * sizes.group,
     )  # fmt: skip
 
 
