@@ -26,7 +26,7 @@ step.
 | dout empty | both, after dP^T and dV | producer | step |
 | up to 128 columns: | | | |
 | ds full | both consumers: each stores dS^T of its keys | both, before dQ | step + 1 |
-| ds empty | both, after dQ; of a last step, when dK and dV have left | both, before dS^T | step + 1 |
+| ds empty | both, after dQ; after a last step, when dK and dV left | both, before dS^T | step + 1 |
 | staging full | both: each stores its piece of dQ | the writer of the step | step + 1 |
 | staging empty | the writer, after the addition has read it | both consumers | step + 1 |
 | FIRST_BARRIER | both, after the last dQ: dK and dV take slots of dS, or Q and dO | both | tile |
@@ -332,12 +332,12 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, q_tail_desc, k_tail_desc, v_tail_desc,
     dout_tail_desc, dk_tail_desc, dv_tail_desc, lse_desc, delta_desc, workspace,
     workspace_tail_desc, plain, semaphores_ptr, order, at, pointers, B, M, N, total_q, total_k,
-    heads, group, swizzle, reciprocals, blocks, parts, tiles, left, right, chunk, lists, alibi_batch,
-    scale, softcap, first_kept,
+    heads, group, swizzle, reciprocals, blocks, parts, tiles, left, right, chunk, lists,
+    alibi_batch, scale, softcap, first_kept,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the sum for dQ; each program has one tile of keys, a part of its steps, or one tile
-    after the other.
+    """dK, dV and the sum for dQ. Each program has one tile of keys, a part of its steps, or several
+    tiles.
     """
     sizes = KeySizes(
         B, M, N, total_q, total_k, heads, group, swizzle, reciprocals, blocks, parts, tiles
@@ -354,7 +354,8 @@ def backward_kernel(
     inputs = Inputs(q, k, v, dout, lse_desc, delta_desc)
     outputs = Outputs(dk, dv, workspace, workspace_tail_desc, plain, semaphores_ptr)
     let_next_kernel_start()
-    if cfg.IS_ORDERED or (cfg.IS_PACKED and not cfg.IS_PERSISTENT):  # the earlier kernel writes the counter and the list
+    if cfg.IS_ORDERED or (cfg.IS_PACKED and not cfg.IS_PERSISTENT):
+        # The earlier kernel writes the counter and the list.
         wait_for_earlier_kernels()
     if cfg.IS_ORDERED:  # see `dq.acquire_semaphore`
         tile = gl.atomic_add(order.counter, 1, sem="relaxed")  # it orders no other memory access
