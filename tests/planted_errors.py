@@ -705,6 +705,13 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_options -k sink",
     ),
     Planted(
+        "hopper: dS over a dK that has not left",
+        "query_loop",
+        "tma.store_wait(0)",
+        "pass",
+        "tests/hopper_kernels/test_backward_emulated.py::test_head_dims -k 64",
+    ),
+    Planted(
         "hopper: order of additions to the last block",
         "acquire_semaphore",
         "m < work.before",
