@@ -84,7 +84,8 @@ class ContextParallel(Decoder):
         generator: draws the seeds of dropout; None is PyTorch's own for the device. It must be in
             the same state on all ranks.
         reserved_processors: how many multiprocessors of a GPU the persistent kernels (the forward
-            of the Hopper backend) leave to exchanges; 0 at first. It changes no result.
+            of the Hopper backend, and most backwards at head dims 64 and 128) leave to exchanges; 0
+            at first. It changes no result.
 
     Raises:
         ValueError: a number does not fit the group.

@@ -149,10 +149,11 @@ def test_persistent_kernels_leave_multiprocessors_to_exchanges(reserved: int, pr
         parallel = ContextParallel.over(comm)
         parallel.reserved_processors = reserved
         layout = parallel.layout([0, 300])
-        parallel.attention(q, k, v, layout, backend="hopper")
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        parallel.attention(*leaves, layout, backend="hopper").sum().backward()
 
     run_ranks(1, one_rank)
-    assert grids["forward_kernel"] == (programs,)
+    assert grids["forward_kernel"] == grids["backward_kernel"] == (programs,)
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])
