@@ -58,6 +58,24 @@ def test_the_second_consumer_starts_later_once(given: dict[str, Any], cycles: tu
     assert cycles == (config.STAGGER, config.FULL_STAGGER)
 
 
+@pytest.mark.parametrize("D", [40, 64, 96, 128, 192])
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [
+        ({}, (64, 128)),
+        ({"causal": True, "softcap": 20.0}, (64, 128)),
+        ({"window_size": (100, 0)}, (64,)),  # at 128 consumers add dQ from their registers
+        ({"deterministic": True}, ()),
+        ({"mask": SPANS}, ()),
+        ({"score_mod": lambda s, b, h, i, j: s / 2}, ()),
+    ],
+)
+def test_persistent_programs(D: int, given: dict[str, Any], columns: tuple[int, ...]):
+    config = backward_plan(problem(D, **given))
+    assert config.IS_PERSISTENT == (config.BLOCK_D + config.TAIL_D in columns)
+    assert not backward_plan(problem(D, **given), is_parted=True).IS_PERSISTENT
+
+
 @pytest.mark.parametrize(
     ("head_dims", "columns"),
     [
