@@ -106,7 +106,7 @@ def _dress(axis: Any, layers: layer.Layers, title: str) -> None:
 
 
 def _draw_loss(axis: Any, loss: model_checks.Loss) -> None:
-    """Plot every token's loss of two ways; equal numbers are on the diagonal."""
+    """Plot every token's loss with two implementations; equal losses are on the diagonal."""
     reference, *_, ours = loss.per_token
     x, y = loss.per_token[reference].numpy(), loss.per_token[ours].numpy()
     limit = max(x.max(), y.max())

@@ -86,10 +86,10 @@ def usable_device(console: Console) -> str:
 def _greet(console: Console, device: str) -> None:
     console.print(
         Panel(
-            "Attention the standard way keeps a (length x length) matrix of scores. flashtile "
-            "computes the same numbers tile by tile and never keeps it.\n"
-            "Here a real language model, SmolLM2-135M, reads Shakespeare's Hamlet both ways, and "
-            f"with PyTorch's SDPA. Times are the best of {ROUNDS}, the ways taken in turn.",
+            "Standard attention stores a (length x length) matrix of scores. flashtile computes "
+            "the same result tile by tile, without this matrix.\n"
+            "Here a real language model, SmolLM2-135M, reads Shakespeare's Hamlet with both, and "
+            f"with PyTorch's SDPA. They take turns; each time is the best of {ROUNDS} runs.",
             title=f"flashtile {__version__}",
             subtitle=f"{device_name(device)}, torch {torch.__version__}, float32",
             box=box.ROUNDED,
@@ -162,7 +162,7 @@ def _print_loss(console: Console, loss: model_checks.Loss, tokens: int) -> None:
     table = _table("attention", "loss, nats per token", "seconds")
     for name, mean in loss.mean.items():
         table.add_row(_label(name), f"{mean:.7f}", f"{loss.seconds[name]:.2f}")
-    verdict = f"the losses differ by {loss.difference:.1e} at the most (allowed: 1e-5)"
+    verdict = f"the losses differ by at most {loss.difference:.1e} (allowed: 1e-5)"
     _print_check(console, f"1. The model reads {tokens:,} tokens", table, loss.passed, verdict)
 
 
@@ -173,7 +173,7 @@ def _print_continuation(
     for name, tokens in continuation.tokens.items():
         speed = len(tokens) / continuation.seconds[name]
         table.add_row(_label(name), str(len(tokens)), f"{speed:.1f}")
-    verdict = "the three ways give the same tokens, through the key-value cache"
+    verdict = "all three write the same tokens, with the key-value cache"
     if not continuation.passed:
         verdict = "the tokens differ"
     _print_check(
@@ -205,7 +205,7 @@ def _print_layers(console: Console, layers: layer.Layers) -> None:
         f"length^{layers.growth(name, layer.PASSES[1]):.2f} ({_label(name)})"
         for name in layer.LAYERS
     )
-    mark, style = ("as it must be", "bold green") if layers.passed else ("FAILED", "bold red")
+    mark, style = ("as expected", "bold green") if layers.passed else ("FAILED", "bold red")
     console.print(
         Text.assemble(
             (mark, style),
@@ -244,8 +244,8 @@ def _print_packed(console: Console, packed: model_checks.Packed) -> None:
     lengths = f"{min(packed.lengths)} to {max(packed.lengths)}"
     worst = max(packed.differences.values())
     verdict = (
-        f"the logits of all {packed.real:,} real tokens differ by {worst:.0e} at the most "
-        "(allowed: 1e-3), and the likeliest next words are the same"
+        f"the logits of all {packed.real:,} real tokens differ by at most {worst:.0e} "
+        "(allowed: 1e-3), and the most likely next tokens are the same"
     )
     title = f"4. A batch of {len(packed.lengths)} speeches, {lengths} tokens long"
     _print_check(console, title, table, packed.passed, verdict)

@@ -1,4 +1,4 @@
-"""Times of several ways to compute the same: taken in turn, the best of three."""
+"""Times of implementations that take turns: the best of three runs each."""
 
 from __future__ import annotations
 
