@@ -18,6 +18,7 @@ from .flash_attn_interface import (
 from .lru import clear_caches
 from .masks import BlockMask, Folded, Spans, fold
 from .quantize import Quantized, attention_fp8, quantize_qkv
+from .statistics import Statistics
 
 # Type checkers read __init__.pyi instead of this file.
 _SUBMODULES = (
@@ -40,6 +41,7 @@ __all__ = [
     "Folded",
     "Quantized",
     "Spans",
+    "Statistics",
     "attention",
     "attention_fp8",
     "attention_varlen",

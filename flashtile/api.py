@@ -4,15 +4,16 @@ and return `(out, lse)`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from . import autograd
+from . import autograd, statistics
 from .call import checks, shared_prefix
-from .call.cached import append_and_attend
+from .call.cached import append_and_attend, append_and_measure
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
@@ -31,7 +32,7 @@ from .gpu import memory as workspace
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Any, ...]
 
 
 @accepts(AttentionOptions)
@@ -42,6 +43,7 @@ def attention(
     *,
     return_lse: bool = False,
     return_attn_probs: bool = False,
+    return_stats: Sequence[str] | None = None,
     out: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: BackendName | None = None,
@@ -120,6 +122,9 @@ def attention(
         return_attn_probs: return (out, lse, probs). Quadratic in memory: probs is (batch, heads,
             seq_q, seq_k) in q's dtype, normalised, negative where dropout dropped a probability,
             without gradient.
+        return_stats: some of "max_logit", "entropy" and "column_sum": also return a
+            `flashtile.Statistics` with them, behind all other results. Memory stays linear; the
+            scores are computed again for it. Not with float8.
         out: (batch, seq_q, heads, value_head_dim), the tensor to write the result to; not allowed
             while gradients are recorded.
         generator: where dropout draws its seed, a generator of q's device; PyTorch's own by
@@ -139,7 +144,7 @@ def attention(
     algorithm 1.
     """
     refuse_unknown(options, AttentionOptions, attention)
-    outputs = (return_lse, return_attn_probs, out)
+    outputs = (return_lse, return_attn_probs, out, return_stats)
     return _run((q, k, v), DENSE, options, backend, *outputs, generator=generator)
 
 
@@ -156,6 +161,7 @@ def attention_varlen(
     page_table: Tensor | None = None,
     return_lse: bool = False,
     return_attn_probs: bool = False,
+    return_stats: Sequence[str] | None = None,
     out: Tensor | None = None,
     generator: torch.Generator | None = None,
     backend: BackendName | None = None,
@@ -206,8 +212,13 @@ def attention_varlen(
     if padded is not None and mask is not None:
         checks.spans(mask, q)
         options = {**options, "mask": mask.pack(q.shape[0])}
-    outputs = (return_lse, return_attn_probs, out)
-    return _run(qkv, layout, options, backend, *outputs, padded, generator)
+    outputs = (return_lse, return_attn_probs, out, return_stats)
+    results = _run(qkv, layout, options, backend, *outputs, padded, generator)
+    if return_stats is None:
+        return results
+    *others, stats = results
+    padded_keys = (k.shape[0], k.shape[1]) if k.dim() == 4 and page_table is None else None
+    return (*others, statistics.as_batch(stats, padded, padded_keys))
 
 
 @accepts(CacheOptions)
@@ -231,6 +242,7 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True,
     shared_prefix_len: int | None = None,
     return_lse: bool = False,
+    return_stats: Sequence[str] | None = None,
     out: Tensor | None = None,
     backend: BackendName | None = None,
     **options: Unpack[CacheOptions],
@@ -298,7 +310,8 @@ def attention_with_kvcache(
     rotary = (rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     layout = Cached(*rows, cu_seqlens_q, max_seqlen_q, k, v, cu_seqlens_k_new, *rotary)
     qkv = (q, k_cache, v_cache)
-    return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
+    outputs = (return_lse, return_stats, out)
+    return _run_cached(qkv, layout, options, backend, *outputs, shared_prefix_len)
 
 
 def _run_cached(
@@ -307,25 +320,36 @@ def _run_cached(
     options: Keywords,
     backend: str | None,
     return_lse: Any,  # a flag as the caller gave it
+    return_stats: Any,
     out: Tensor | None,
     shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
     if is_dynamo_compiling() and ends_graph(options):
-        given = (qkv, layout, options, backend, return_lse, out, shared_prefix_len)
+        given = (qkv, layout, options, backend, return_lse, return_stats, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
     if torch.is_grad_enabled():  # entering the context takes longer than asking
+        given = (qkv, layout, options, backend, return_lse, return_stats, out, shared_prefix_len)
         with torch.no_grad():
-            return _run_cached(qkv, layout, options, backend, return_lse, out, shared_prefix_len)
+            return _run_cached(*given)
     if type(return_lse) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
+    names = statistics.checked_names(return_stats) if return_stats is not None else None
+    if names is not None and shared_prefix_len is not None:
+        raise NotImplementedError("return_stats: cannot be combined with shared_prefix_len")
     call = prepare(qkv, layout, options, backend, out)
-    if shared_prefix_len is None:
+    stats = None
+    if names is not None:
+        statistics.refuse_unsupported(call.problem)  # before the cache is written
+        result, lse, stats = append_and_measure(call, names)
+    elif shared_prefix_len is None:
         result, lse = append_and_attend(call)
     else:
         result, lse = shared_prefix.append_and_attend(call, shared_prefix_len, backend)
     if out is not None:
         result = out.copy_(result)
+    if stats is not None:
+        return (result, lse.contiguous(), stats) if return_lse else (result, stats)
     return (result, lse.contiguous()) if return_lse else result
 
 
@@ -404,6 +428,7 @@ def _run(
     return_lse: Any,  # a flag as the caller gave it
     return_attn_probs: Any,
     out: Tensor | None,
+    return_stats: Any,
     padded: tuple[int, int] | None = None,
     generator: torch.Generator | None = None,
 ) -> Result:
@@ -413,8 +438,8 @@ def _run(
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
     if is_dynamo_compiling() and ends_graph(options):
-        given = (qkv, layout, options, backend, return_lse, return_attn_probs, out, padded)
-        return outside_of_graphs(_run)(*given, generator)
+        outputs = (return_lse, return_attn_probs, out, return_stats)
+        return outside_of_graphs(_run)(qkv, layout, options, backend, *outputs, padded, generator)
     if type(return_lse) is not bool or type(return_attn_probs) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
         return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
@@ -425,15 +450,23 @@ def _run(
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
         operands = with_dropout_seed(problem, operands, generator)
-    wants_lse = return_lse or return_attn_probs or padded is not None
+    names = statistics.checked_names(return_stats) if return_stats is not None else None
+    if names is not None:
+        statistics.refuse_unsupported(problem)
+    wants_lse = return_lse or return_attn_probs or padded is not None or names is not None
     result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
-    probs = None
+    probs, stats = None, None
+    if names is not None:
+        stats = statistics.measure(problem, operands, lse, names)
     if return_attn_probs:
         probs = autograd.attention_probabilities(problem, operands, lse.detach())
     if padded is not None:
         result, lse = as_batch(result, lse, *padded)
     if out is not None:
         result = out.copy_(result)
+    if stats is not None:
+        others = (lse.contiguous(), probs) if probs is not None else (lse.contiguous(),)
+        return (result, *(others if return_lse or probs is not None else ()), stats)
     if probs is not None:
         return result, lse.contiguous(), probs
     return (result, lse.contiguous()) if return_lse else result

@@ -35,7 +35,7 @@ from .problem import (
     presence_of,
 )
 
-_TENSORS = ", ".join(
+TENSORS = ", ".join(
     f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Operands._fields
 )
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -46,24 +46,24 @@ _SCHEMA_TYPES: dict[Any, str] = {
     bool | None: "bool?",
     str: "str",
 }
-_NUMBERS = ", ".join(
+NUMBERS = ", ".join(
     f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items()
 )
-_INPUTS = len(Operands._fields)
+INPUTS = len(Operands._fields)
 _BIAS = Operands._fields.index("bias")
 _MOVED = DIFFERENTIABLE + 2  # the inputs of `TangentFunction` before the operands
 
-library.define(f"attention_forward({_TENSORS}, {_NUMBERS}) -> (Tensor, Tensor)")
+library.define(f"attention_forward({TENSORS}, {NUMBERS}) -> (Tensor, Tensor)")
 # The same op with a schema that writes to the workspace. Most calls have no workspace, and an op
 # that changes nothing gives a tracer more freedom.
-_WRITING = _TENSORS.replace("Tensor? workspace", "Tensor(a!) workspace")
-library.define(f"attention_forward_in_workspace({_WRITING}, {_NUMBERS}) -> (Tensor, Tensor)")
+_WRITING = TENSORS.replace("Tensor? workspace", "Tensor(a!) workspace")
+library.define(f"attention_forward_in_workspace({_WRITING}, {NUMBERS}) -> (Tensor, Tensor)")
 library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_needs_grad, "
-    f"{_TENSORS}, {_NUMBERS}) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")"
+    f"{TENSORS}, {NUMBERS}) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")"
 )
 
-library.define(f"attention_probabilities({_TENSORS}, Tensor lse, {_NUMBERS}) -> Tensor")
+library.define(f"attention_probabilities({TENSORS}, Tensor lse, {NUMBERS}) -> Tensor")
 
 
 def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def _describe_backward(problem: AttentionProblem, operands: Operands) -> None:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
     problem = AttentionProblem.of(operands, options)
     out, lse, *_ = _run_forward(problem, operands)
     return out, lse.contiguous()
@@ -282,7 +282,7 @@ def _backward(
     bias_needs_grad: bool,
     *args: Any,
 ) -> Any:
-    operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS:])
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
     problem = AttentionProblem.of(operands, options)._replace(bias_needs_grad=bias_needs_grad)
     gradients = _run_backward(problem, (*operands, out, lse, dout, dlse))
     # An op cannot return None, so an empty tensor means "no such operand".
@@ -290,7 +290,7 @@ def _backward(
 
 
 def _probabilities(*args: Any) -> Tensor:
-    operands, lse, options = Operands(*args[:_INPUTS]), args[_INPUTS], Options(*args[_INPUTS + 1 :])
+    operands, lse, options = Operands(*args[:INPUTS]), args[INPUTS], Options(*args[INPUTS + 1 :])
     problem = AttentionProblem.of(operands, options)
     with autocast_off(operands.q):
         return backends.BACKENDS[options.backend].probabilities(problem, operands, lse)
@@ -298,7 +298,7 @@ def _probabilities(*args: Any) -> Tensor:
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
     flops.register_when_counting()  # of a graph, whose operations no function here calls
-    operands = Operands(*args[:_INPUTS])
+    operands = Operands(*args[:INPUTS])
     q, v = operands.q, operands.v
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))
     return out, q.new_empty(lse_shape(operands), dtype=lse_dtype(q.dtype))
@@ -312,8 +312,8 @@ def _fake_backward(
     bias_needs_grad: bool,
     *args: Any,
 ) -> Any:
-    operands = Operands(*args[:_INPUTS])
-    options = Options(*args[_INPUTS:])
+    operands = Operands(*args[:INPUTS])
+    options = Options(*args[INPUTS:])
     if not bias_needs_grad:
         operands = operands._replace(bias=None)
     if not captured_needs_grad(options):
@@ -329,7 +329,7 @@ def _fake_backward(
 
 
 def _fake_probabilities(*args: Any) -> Tensor:
-    operands, options = Operands(*args[:_INPUTS]), Options(*args[_INPUTS + 1 :])
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS + 1 :])
     problem = AttentionProblem.of(operands, options)
     shape = (problem.B, problem.Hq, problem.M, problem.N)
     return operands.q.new_empty(shape, dtype=output_dtype(problem.dtype))
@@ -356,8 +356,8 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.options = inputs[_INPUTS:]
-        ctx.save_for_backward(*output, *inputs[:_INPUTS])
+        ctx.options = inputs[INPUTS:]
+        ctx.save_for_backward(*output, *inputs[:INPUTS])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
@@ -381,7 +381,7 @@ class DualAttention(AttentionFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         AttentionFunction.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*output, *inputs[:_INPUTS])
+        ctx.save_for_forward(*output, *inputs[:INPUTS])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
@@ -403,7 +403,7 @@ class TangentFunction(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         moved, (out, lse), rest = args[:DIFFERENTIABLE], args[DIFFERENTIABLE:][:2], args[_MOVED:]
-        operands, options = Operands(*rest[:_INPUTS]), Options(*rest[_INPUTS:])
+        operands, options = Operands(*rest[:INPUTS]), Options(*rest[INPUTS:])
         problem = AttentionProblem.of(operands, options)
         with autocast_off(operands.q):
             kernels = backends.forward_mode(problem.device_type)
@@ -412,8 +412,8 @@ class TangentFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.options = inputs[_MOVED + _INPUTS :]
-        ctx.save_for_backward(*inputs[:DIFFERENTIABLE], *inputs[_MOVED : _MOVED + _INPUTS])
+        ctx.options = inputs[_MOVED + INPUTS :]
+        ctx.save_for_backward(*inputs[:DIFFERENTIABLE], *inputs[_MOVED : _MOVED + INPUTS])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
@@ -518,8 +518,8 @@ class AttentionBackwardFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        dout, dlse, _, _, _, *operands = inputs[: 5 + _INPUTS]
-        ctx.options = inputs[5 + _INPUTS :]
+        dout, dlse, _, _, _, *operands = inputs[: 5 + INPUTS]
+        ctx.options = inputs[5 + INPUTS :]
         # An empty tensor means "not needed", as in the op.
         pairs = zip(operands, output, strict=False)
         ctx.given = tuple(x is not None and x.shape == g.shape for x, g in pairs)

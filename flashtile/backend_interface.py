@@ -119,6 +119,26 @@ class ForwardMode(Protocol):
         """
 
 
+class Measurer(Protocol):
+    """The further interface of a backend that has statistics of probabilities."""
+
+    def measure(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        lse: Tensor,
+        of_rows: bool,
+        of_columns: bool,
+        row_max: Tensor,
+        entropies: Tensor,
+        column_sum: Tensor,
+    ) -> None:
+        """Write the largest capped scores and the entropies of the rows, both shaped as `lse`, and
+        add the probabilities of each key to `column_sum`, (batch, heads, seq_k) or (heads,
+        total_k): see `flashtile.statistics`. Before, `row_max` is -inf, the others are 0.
+        """
+
+
 class IndexChecker(Protocol):
     """The further interface of a backend that refuses indices outside of captured tensors."""
 

@@ -54,6 +54,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("call.dispatch",),
     ("call.layouts",),
     ("call",),
+    ("statistics",),
     ("autograd",),
     ("backends",),
     ("ops",),
@@ -67,11 +68,11 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.
-LOADERS = ("cli", "call.dispatch", "autograd", "backends")
+LOADERS = ("cli", "call.dispatch", "autograd", "statistics", "backends")
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
-STAGES = {"": 0, "derivatives": 0, "launch": 1, "kernel": 2, "plan": 3}
+STAGES = {"": 0, "derivatives": 0, "statistics": 0, "launch": 1, "kernel": 2, "plan": 3}
 
 # The files of one op: it chooses between its kernel and its formula, which do not import each
 # other. Other files, such as a matrix that both need, are below. An op may use another op, a kernel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import autograd
+from .. import autograd, statistics
 from ..backend_interface import PreparedForward
 from ..gpu.described import current_target
 from ..operators import ops
@@ -45,6 +45,27 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     if operands.cu_seqlens_q is not None:
         return out, lse
     return as_batch(out, lse, problem.B, problem.M)
+
+
+def append_and_measure(
+    call: Prepared, names: frozenset[str]
+) -> tuple[Tensor, Tensor, statistics.Statistics]:
+    """(out, lse, the statistics that `names` lists) of a cached call."""
+    problem = call.problem._replace(appending=None)
+    operands, qv = rotate_and_append(call._replace(problem=problem)), call.keywords.get("qv")
+    if qv is not None:
+        operands = with_folded_qv(operands, qv)
+    is_padded = problem.layout == "packed" and operands.cu_seqlens_q is None
+    if problem.layout == "packed":
+        operands = _as_packed(operands, problem)
+    out, lse = autograd.attend(problem, operands)
+    found = statistics.measure(problem, operands, lse, names)
+    if problem.layout == "packed":
+        queries = (problem.B, problem.M) if is_padded else None
+        found = statistics.as_batch(found, queries, (problem.B, problem.N))
+    if is_padded:
+        out, lse = as_batch(out, lse, problem.B, problem.M)
+    return out, lse, found
 
 
 def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tuple[Tensor, Tensor]:

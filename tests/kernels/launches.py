@@ -11,6 +11,7 @@ from flashtile.backends.triton.kernel_launches import (
     backward_launches,
     forward_launches,
     probabilities_launch,
+    statistics_launches,
     tangent_launches,
 )
 from flashtile.backends.triton.launch import backward_buffers, forward_buffers
@@ -19,7 +20,8 @@ from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
 from flashtile.ops.gather.kernel import gather_launch
 from flashtile.ops.rotary.kernel import rotary_launch
-from flashtile.problem import Appending, AttentionProblem, Operands, Options
+from flashtile.problem import Appending, AttentionProblem, Operands, Options, lse_shape
+from flashtile.statistics import column_shape
 
 
 def launches(
@@ -68,6 +70,14 @@ def launches_of_tangents(operands: Operands, options: Options, device: str) -> l
     problem = _problem(operands, options, device)
     results = forward_buffers(problem, operands)[:2]
     return tangent_launches(problem, (*operands, *operands[:5], *results), results)
+
+
+def measuring_launches(operands: Operands, options: Options, device: str) -> list[Launch]:
+    """The launches that make all statistics of the call."""
+    problem = _problem(operands, options, device)
+    rows = [torch.empty(lse_shape(operands)) for _ in range(3)]
+    columns = torch.empty(column_shape(problem, operands))
+    return statistics_launches(problem, operands, rows[0], True, True, *rows[1:], columns)
 
 
 def append_launches(device: str) -> list[Launch]:

@@ -54,6 +54,7 @@ from .launches import (
     gather_launches,
     launches,
     launches_of_tangents,
+    measuring_launches,
     probabilities_launches,
     rotary_launches,
     step_launches,
@@ -362,6 +363,7 @@ OPTIONS = {
     "short sequences": lambda device: launches(
         *make_call("packed dropout", torch.bfloat16), device
     ),
+    "statistics": lambda device: measuring_launches(*scores(), device),
 }
 
 

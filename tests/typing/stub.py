@@ -23,6 +23,7 @@ STUB = Path(flashtile.__file__).with_suffix(".pyi")
 HEADER = '''\
 """Written by tests/typing/stub.py from the signatures of the functions; do not edit."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 
 # Arguments that decide how many results come back: (name, tensors returned when True).
 LSE, SOFTMAX_LSE, PROBS = ("return_lse", 2), ("return_softmax_lse", 2), ("return_attn_probs", 3)
+STATS, SOME_STATS = "return_stats", "Sequence[str]"  # one more result, behind the others
 TENSORS = {1: "Tensor", 2: "tuple[Tensor, Tensor]", 3: "tuple[Tensor, Tensor, Tensor]"}
 
 
@@ -60,7 +62,7 @@ def with_flags(given: list[Parameter], flags: dict[str, str]) -> list[Parameter]
         annotation = flags.get(parameter.name)
         if annotation:
             parameter = parameter.replace(annotation=annotation)
-        if annotation == f"Literal[{parameter.default is not True}]":
+        if annotation in (f"Literal[{parameter.default is not True}]", SOME_STATS):
             parameter = parameter.replace(kind=Parameter.KEYWORD_ONLY, default=Parameter.empty)
         if changed and changed[-1].kind is Parameter.KEYWORD_ONLY:
             parameter = parameter.replace(kind=Parameter.KEYWORD_ONLY)
@@ -87,12 +89,16 @@ def overloads(name: str) -> Iterator[str]:
     names = [parameter.name for parameter in given]
     flags = [(flag, count) for flag, count in (LSE, SOFTMAX_LSE, PROBS) if flag in names]
     off = {flag: "Literal[False]" for flag, _ in flags}
+    if STATS in names:
+        off[STATS] = "None"
     yield written(name, with_flags(given, off), TENSORS[1])
     for flag, count in flags:
         # The probabilities come with the log-sum-exp, whether it was asked for or not.
-        others = dict.fromkeys(off, "bool") if flag == PROBS[0] else off
+        others = off | dict.fromkeys(dict(flags), "bool") if flag == PROBS[0] else off
         types = {**others, flag: "Literal[True]"}
         yield written(name, with_flags(given, types), TENSORS[count])
+    if STATS in names:
+        yield written(name, with_flags(given, {STATS: SOME_STATS}), "tuple[Any, ...]")
     counts = sorted({1, *(count for _, count in flags)})
     yield written(name, given, " | ".join(TENSORS[count] for count in counts))
 

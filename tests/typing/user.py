@@ -30,6 +30,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert_type(lse, Tensor)
     out, lse, probs = attention(q, k, v, return_attn_probs=True)
     assert_type(probs, Tensor)
+    out, statistics = attention(q, k, v, return_stats=("entropy",))
+    assert_type(statistics, Any)
     attention(q, k, v, backend="cpu", out=out)
     torch.autograd.grad(out.sum(), q)
 

@@ -6,6 +6,7 @@ from ...backend_interface import Run, RunBackward, Tensors
 from ...problem import AttentionProblem
 from .launch import backward, check_indices, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
+from .statistics import measure
 
 HINTS = ()
 
@@ -15,6 +16,7 @@ __all__ = [
     "check_indices",
     "describe_plan",
     "forward",
+    "measure",
     "prepared_backward",
     "prepared_forward",
     "probabilities",

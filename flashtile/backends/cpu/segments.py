@@ -243,6 +243,14 @@ class Segment:
             return self._apart(lse[self.heads, self.query_rows].T).transpose(1, 2)
         return lse[self.batch, self.heads, self.query_rows]
 
+    def columns(self, sums: Tensor) -> Tensor:
+        """(batch, heads, N) view of one number for each head and key: (batch, heads, seq_k) or,
+        packed, (heads, total_k).
+        """
+        if self.packed_keys:
+            return self._apart(sums[self.heads, self.key_rows].T).transpose(1, 2)
+        return sums[self.batch, self.heads, self.key_rows]
+
     def keys(self, x: Tensor) -> Tensor:
         """(batch, kv_heads, N, head_dim) of k or v: a view, or a gather of the pages."""
         if self.has_all_keys:

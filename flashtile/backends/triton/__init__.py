@@ -6,6 +6,8 @@ Triton is missing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ __all__ = [
     "backward",
     "describe_plan",
     "forward",
+    "measure",
     "prepared_backward",
     "prepared_forward",
     "probabilities",
@@ -160,3 +163,10 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     from . import launch
 
     return launch.probabilities(problem, operands, lse)
+
+
+def measure(problem: AttentionProblem, operands: Operands, lse: Tensor, *statistics: Any) -> None:
+    """Fill statistics of probabilities: `backend_interface.Measurer`."""
+    from . import launch
+
+    launch.measure(problem, operands, lse, *statistics)

@@ -38,6 +38,7 @@ from .score_gradients import (
     row_sums_kernel,
 )
 from .short_sequences import short_backward_kernel, short_forward_kernel
+from .statistics_pass import column_sum_kernel, row_statistics_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
@@ -401,6 +402,55 @@ def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     }
     programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
     return [*launches, Launch(forward_tangent_kernel, (programs,), arguments, warps, stages)]
+
+
+def statistics_launches(
+    problem: AttentionProblem,
+    operands: Operands,
+    lse: Tensor,
+    of_rows: bool,
+    of_columns: bool,
+    row_max: Tensor,
+    entropies: Tensor,
+    column_sum: Tensor,
+) -> list[Launch]:
+    """The launches that fill the statistics of rows and add to those of columns."""
+    q, k = map(with_adjacent_elements, operands[:2])
+    by_rows = by_columns = plan_with_functions(problem, has_aligned_rows(q, k)).scores
+    if problem.dtype != torch.float32 and problem.D <= 128:  # the fastest of eight tiles (H200)
+        by_rows = by_rows._replace(warps=4, stages=2)
+        taller = replace(by_columns.config, BLOCK_M=2 * by_columns.config.BLOCK_M)
+        by_columns = KernelPlan(taller, warps=4, stages=2)
+    common = common_of(problem, operands)
+    shared = {
+        **row_arguments(q=q, k=k),
+        **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
+    }
+    pivot, log_sum = lse, None
+    launches = []
+    if of_columns and by_rows.config.HAS_LARGE_SCORES:  # whose log-sum-exp is not exact enough
+        pivot, log_sum = torch.empty_like(lse), torch.empty_like(lse)
+    if of_rows or log_sum is not None:
+        if not of_rows:
+            row_max, entropies = torch.empty_like(lse), torch.empty_like(lse)
+        arguments = shared | {
+            "largest_ptr": row_max,
+            "entropy_ptr": entropies,
+            "pivot_ptr": pivot if log_sum is not None else None,
+            "log_sum_ptr": log_sum,
+            "sink_ptr": at_boundary(operands.sink),
+            "cfg": by_rows.config,
+        }
+        grid = (-(-problem.M // by_rows.config.BLOCK_M), problem.B * problem.Hq)
+        how = by_rows.warps, by_rows.stages
+        launches.append(Launch(row_statistics_kernel, grid, arguments, *how))
+    if of_columns:
+        arguments = shared | {"sums_ptr": column_sum, "pivot_ptr": pivot, "log_sum_ptr": log_sum}
+        arguments["cfg"] = by_columns.config
+        grid = (-(-problem.N // by_columns.config.BLOCK_N), problem.B * problem.Hq)
+        how = by_columns.warps, by_columns.stages
+        launches.append(Launch(column_sum_kernel, grid, arguments, *how))
+    return launches
 
 
 # Score functions as functions of Triton, made from their programs.

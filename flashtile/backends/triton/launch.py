@@ -31,6 +31,7 @@ from .kernel_launches import (
     backward_launches,
     forward_launches,
     probabilities_launch,
+    statistics_launches,
     tangent_launches,
 )
 from .plan import has_large_scores, is_short, plan, splits_of
@@ -201,6 +202,11 @@ def tangents(
     given = (*operands, *moved, out, lse)
     run_all("triton tangents", problem, given, made, partial(tangent_launches, problem))
     return made
+
+
+def measure(problem: AttentionProblem, operands: Operands, lse: Tensor, *statistics: Any) -> None:
+    """Fill statistics of probabilities: `backend_interface.Measurer`."""
+    run(statistics_launches(problem, operands, lse.contiguous(), *statistics), operands.q)
 
 
 def _lost_factors(probs: Tensor, operands: Operands, lse: Tensor) -> Tensor:
