@@ -14,6 +14,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ Calls = dict[str, Callable[[], Any]]
 def sdpa(q: Any, k: Any, v: Any) -> Any:
     """Causal attention by PyTorch's FlashAttention-2."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        qkv = (x.transpose(1, 2) for x in (q, k, v))
-        out = scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -61,7 +62,7 @@ def training(length: int, backward: bool, device: str) -> Calls:
         out = run()
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-    calls = {n: timed(lambda x=x: attention(q, k, v, causal=True, **x)) for n, x in FREE.items()}
+    calls = {n: timed(partial(attention, q, k, v, causal=True, **x)) for n, x in FREE.items()}
     return calls | {"sdpa": timed(lambda: sdpa(q, k, v))}
 
 
@@ -72,7 +73,7 @@ def decoding(batch: int, length: int, device: str) -> Calls:
     q = torch.randn(batch, 1, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
     used = torch.full((batch,), length, dtype=torch.int32, device=device)
     return {
-        name: captured(lambda x=x: attention_with_kvcache(q, k, v, cache_seqlens=used, **x))
+        name: captured(partial(attention_with_kvcache, q, k, v, cache_seqlens=used, **x))
         for name, x in FREE.items()
     }
 

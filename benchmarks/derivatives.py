@@ -72,7 +72,8 @@ def run(name: str, attend: Attend, x: Sequence[Tensor], directions: Sequence[Ten
     elif name == "double backward":
         x = [y.detach().requires_grad_() for y in x]
         first = torch.autograd.grad(attend(*x).square().sum(), x, create_graph=True)
-        torch.autograd.grad(sum((g * t).sum() for g, t in zip(first, directions, strict=True)), x)
+        products = [(g * t).sum() for g, t in zip(first, directions, strict=True)]
+        torch.autograd.grad(torch.stack(products).sum(), x)
     else:
         with forward_ad.dual_level():
             moved = 1 if name == "jvp of q" else 3

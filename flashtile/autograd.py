@@ -564,9 +564,9 @@ def _mapped(
     Args:
         first: the index of the operands in `args`; the tensors before them have a batch, too.
     """
-    n, options = info.batch_size, Options(*args[first + _INPUTS :])
+    n, options = info.batch_size, Options(*args[first + INPUTS :])
     pairs = list(zip(args, in_dims, strict=True))
-    if options.score_mod == "" and all(x is None for x in args[first + 3 : first + _INPUTS]):
+    if options.score_mod == "" and all(x is None for x in args[first + 3 : first + INPUTS]):
 
         def in_batch(x: Tensor, d: int | None) -> Tensor:
             return (x.expand(n, *x.shape) if d is None else x.movedim(d, 0)).flatten(0, 1)

@@ -101,10 +101,10 @@ def _compared(lines: dict[Name, Line], op: str, x: Any, y: Any) -> tuple[float, 
         one = _compared(lines, op, inner, number)
         other = _compared(lines, _MIRRORED[op], inner, -number)
         return None if one is None or other is None else _both(one, other)
-    one, other = _linear(lines, x), _linear(lines, y)
-    if one is None or other is None:
+    left, right = _linear(lines, x), _linear(lines, y)
+    if left is None or right is None:
         return None
-    of_i, of_j, more = (a - b for a, b in zip(one, other, strict=True))
+    of_i, of_j, more = (a - b for a, b in zip(left, right, strict=True))
     if of_i != -of_j or abs(of_j) != 1:
         return None
     if of_j < 0:

@@ -72,7 +72,7 @@ def test_the_second_consumer_starts_later_once(given: dict[str, Any], cycles: tu
 )
 def test_persistent_programs(D: int, given: dict[str, Any], columns: tuple[int, ...]):
     config = backward_plan(problem(D, **given))
-    assert config.IS_PERSISTENT == (config.BLOCK_D + config.TAIL_D in columns)
+    assert (config.BLOCK_D + config.TAIL_D in columns) == config.IS_PERSISTENT
     assert not backward_plan(problem(D, **given), is_parted=True).IS_PERSISTENT
 
 
