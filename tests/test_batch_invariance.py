@@ -21,6 +21,7 @@ import flashtile
 from flashtile.backends.cpu import whole_tiles
 from flashtile.testing import cu_seqlens
 
+pytestmark = pytest.mark.slow
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "60"))
 CHUNKS = 4  # tests that share the draws
 

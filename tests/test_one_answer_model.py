@@ -17,6 +17,7 @@ from flashtile.testing import cu_seqlens
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is missing")
 
+pytestmark = pytest.mark.slow
 LONGEST = 64
 
 

@@ -478,6 +478,8 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
         lines[0] += f", {problem.group} query heads in a tile"
     if splits > 1:
         lines[0] += f", keys split into {splits} parts"
+    if problem.options.batch_invariant:
+        lines.append(f"batch_invariant: one tile for all sizes, keys in parts of {PART_KEYS}")
     if problem.dtype == torch.float32:
         lines.append(f"float32: {PRODUCTS[precision(problem)]}")
     if problem.capability not in MEASURED:
