@@ -226,7 +226,7 @@ def test_latent_decoding_kernels_fit(device: str, name: str):
 
 
 # Bytes that a thread spills on sm_90 by head dim: dK and dV, and the pages of a chunked prefill.
-INVARIANT_SPILLS = {("key_gradient_kernel", 64): 152, ("key_gradient_kernel", 128): 48}
+INVARIANT_SPILLS = {("key_gradient_kernel", 64): 152, ("key_gradient_kernel", 128): 56}
 INVARIANT_SPILLS |= {("forward_kernel", 128): 48}
 
 
