@@ -658,6 +658,13 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_score_functions_emulated.py -k 'backward and alibi'",
     ),
     Planted(
+        "hopper: ALiBi counts queries from the first key",
+        "with_alibi",
+        "place.first_row + shift",
+        "place.first_row",
+        "tests/hopper_kernels/test_forward_emulated.py -k 'test_options and alibi'",
+    ),
+    Planted(
         "hopper: slope of a score function in a gradient",
         "probabilities",
         "factor = modified_gradient(capped, p, place, score, cfg)",

@@ -237,7 +237,7 @@ MASKS_AND_SCORES = [
         "_compared",
         'limit - (op == "lt")',
         "limit",
-        "tests/test_score_mod_window.py -k 'that_are_windows and sides'",
+        "tests/test_score_mod_window.py -k 'that_are_windows and shifted'",
     ),
     Planted(
         "a score function that becomes a window counts from the last query",

@@ -151,6 +151,7 @@ class Language(NamedTuple):
     """What differs between the sources of two languages."""
 
     imports: str
+    tanh: str  # of a number that depends on the score
     spread: str  # a number x for every score of the tile s
     has_distance: bool  # functions get more indices: `_DISTANCE`
 
@@ -163,6 +164,7 @@ from triton import jit
 
 {_INTRINSICS} load_each, tanh
 """,
+    "tanh",
     "tl.broadcast_to({x}, s.shape)",
     has_distance=False,
 )
@@ -172,8 +174,9 @@ GLUON = Language(
     f"""from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as tl
 
-{_INTRINSICS} load_each, tanh
+{_INTRINSICS} load_each, tanh, tanh_of_scores
 """,
+    "tanh_of_scores",
     "tl.full(s.shape, {x}, {x}.dtype, s.type.layout)",
     has_distance=True,
 )
@@ -342,6 +345,10 @@ class Writer:
         }
         self._dtypes = {Name("s"): torch.float32, Name("g"): torch.float32}
         self._dtypes |= {Name(x): torch.int32 for x in INDICES}
+        self._of_scores = {Name("s")}
+        for line in program.lines:
+            if not self._of_scores.isdisjoint(line.names):
+                self._of_scores.add(line.name)
         self._lines = [self._narrowed(line) for line in program.lines]
         self.facts = Facts(self._lines)
         self._distances: dict[Any, str] = {}  # in float32: lines with j - i, i - j or their size
@@ -456,7 +463,9 @@ class Writer:
 
     def _tanh_(self, line: Line) -> str:
         """In float32, whatever the dtype of the result."""
-        return f"tanh({self._as(line.arguments[0], torch.float32)}).to({_TYPES[line.dtype]})"
+        (x,) = line.arguments
+        function = self._language.tanh if x in self._of_scores else "tanh"
+        return f"{function}({self._as(x, torch.float32)}).to({_TYPES[line.dtype]})"
 
     def _add_(self, line: Line) -> str:
         if line.dtype == torch.bool:  # whose sum is true if one of them is

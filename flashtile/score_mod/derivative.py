@@ -15,6 +15,8 @@ from .evaluate import operation
 from .program import CONSTANT, INDICES, INTEGERS, VALUES, Name, Program, parsed
 from .record import Recorder, recording
 
+UNCHANGED = "return g"  # the derivative of a function that adds something to scores
+
 
 @memoised(256)
 def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:

@@ -17,6 +17,8 @@ from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, qkv
 
+from .score_functions import described
+
 SPANS = Spans(*torch.zeros(2, 1, 1, 1, 1, dtype=torch.int32))
 VISIBLE = BlockMask.from_dense(torch.ones(1, 1, dtype=torch.bool))
 
@@ -101,6 +103,24 @@ def test_values_have_fewer_columns_than_keys_above_128(
 def test_keys_and_values_in_registers(D: int, in_registers: tuple[bool, bool]):
     config = backward_plan(problem(D))
     assert in_registers == (config.HAS_K_IN_REGISTERS, config.HAS_V_IN_REGISTERS)
+
+
+TABLE = torch.zeros(1, 9)
+
+
+@pytest.mark.parametrize(
+    ("function", "queries"),
+    [
+        (lambda s, b, h, i, j: s - 0.5 * (i - j).abs(), 128),
+        (lambda s, b, h, i, j: s + TABLE[h, j - i], 64),  # which needs registers for addresses
+        (lambda s, b, h, i, j: 2.0 * s, 64),
+        (lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -torch.inf), 64),
+    ],
+)
+def test_a_function_that_adds_a_number_of_the_distance_keeps_the_tile(function: Any, queries: int):
+    q, k, v = qkv(generator(0), B=1, M=1, N=1, Hq=1, Hk=1, D=64, Dv=64, dtype=torch.bfloat16)
+    operands, options = described((q, k, v), Dense(), {"score_mod": function})
+    assert queries == backward_plan(AttentionProblem.of(operands, options)).BLOCK_M
 
 
 def test_ordered_additions_under_a_causal_mask_have_phases():

@@ -15,13 +15,14 @@ from flashtile.backends.triton.captured_source import CAPTURED, SUMS, captured_s
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import prepare
-from flashtile.gpu.score_source import GRADIENT, SCORE, Corners, Facts, Writer, source_of
+from flashtile.gpu.score_source import GLUON, GRADIENT, SCORE, Corners, Facts, Writer, source_of
 from flashtile.problem import AttentionProblem
 from flashtile.score_mod import derivative, described
 from flashtile.score_mod.program import VALUES, parsed
 
 ScoreMod = Callable[..., Tensor]
 TABLE = torch.zeros(4, 9)
+CPU = torch.device("cpu")
 
 
 def source(function: ScoreMod) -> str:
@@ -41,6 +42,15 @@ def test_a_table() -> None:
         "    return t2",
         "",
     ]
+
+
+def test_gluon_has_fewer_digits_of_a_score_only() -> None:
+    text = described(
+        lambda s, b, h, i, j: s.tanh() + torch.tanh(0.1 * (i - j)), torch.float32, CPU
+    ).program
+    gluon = source_of(text, SCORE, GLUON)
+    assert "= tanh_of_scores(s)" in gluon and "= tanh(t2)" in gluon
+    assert "tanh_of" not in source_of(text, SCORE)
 
 
 def test_large_tables_have_64_bit_offsets() -> None:

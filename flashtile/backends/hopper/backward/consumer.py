@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....gpu.intrinsics import tanh
+from ....gpu.intrinsics import tanh_of_scores
 from ..shared.pipeline import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -57,6 +57,7 @@ from ..shared.softmax import (
     modified,
     modified_gradient,
     negative_where_dropped,
+    with_alibi,
 )
 from .dq import (
     KEY_COLUMNS,
@@ -239,7 +240,7 @@ def probabilities(
     """
     m0 = place.first_column
     if cfg.HAS_SOFTCAP:
-        t = tanh(s * (scale / score.softcap))
+        t = tanh_of_scores(s * (scale / score.softcap))
         capped, factor_log2 = t, score.softcap * LOG2E
     else:
         capped, factor_log2 = s, scale * LOG2E
@@ -249,8 +250,7 @@ def probabilities(
     else:
         exponent = capped * factor_log2 - lse_log2[None, :]
     if cfg.HAS_ALIBI:
-        distance = distances(keys.number - keys.shift - m0, s)
-        exponent = exponent - slope * gl.abs(distance).to(gl.float32)
+        exponent = with_alibi(exponent, slope, place, keys.shift, True)
     if IS_MASKED:
         if cfg.SPANS > 0:
             exponent = masked_by_intervals(exponent, keys, m0, cfg)
@@ -263,7 +263,7 @@ def probabilities(
     if cfg.HAS_DROPOUT:
         p = negative_where_dropped(p, kept)
     factor = p
-    if cfg.SCORE_MOD is not None:
+    if cfg.SCORE_GRADIENT is not None:
         factor = modified_gradient(capped, p, place, score, cfg)
         if IS_MASKED or cfg.HAS_LISTS:  # the function may give NaN; in lists past the end, too
             p, factor = without_hidden(p, factor, lse_log2)
@@ -351,15 +351,6 @@ def masked_rows(x, hidden, start, stop, cfg: gl.constexpr):
         visible = visible & (eight < bounds(stop, LAYOUT))
     by_eights = gl.where(visible, by_eights, hidden)
     return gl.convert_layout(by_eights.reshape(x.shape), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def distances(bound, s):
-    """Columns minus a bound (64,), in the layout of the scores `s`."""
-    COLUMNS: gl.constexpr = s.shape[1]
-    LAYOUT: gl.constexpr = s.reshape([64, COLUMNS // 8, 8]).type.layout
-    d = eights(COLUMNS, LAYOUT) - bounds(bound, LAYOUT)
-    return gl.convert_layout(d.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -1034,7 +1025,7 @@ def value_step(
         s, lse, keys, bits, kept, place, slope, score.scale, score, IS_MASKED, cfg
     )
     p = kept_probabilities(p, dtype, cfg)
-    if cfg.HAS_SOFTCAP or cfg.SCORE_MOD is not None or cfg.HAS_DROPOUT:
+    if cfg.HAS_SOFTCAP or cfg.SCORE_GRADIENT is not None or cfg.HAS_DROPOUT:
         factor = factor.to(dtype)
     else:
         factor = p

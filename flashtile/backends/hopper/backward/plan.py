@@ -16,7 +16,15 @@ from ....dropout import random_bits
 from ....gpu.hardware import Gpu
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ..forward.plan import CACHED_BYTES, HEAD_DIMS, WIDEST_SWIZZLE, has_tile, padded
+from ....score_mod.derivative import UNCHANGED
+from ..forward.plan import (
+    CACHED_BYTES,
+    HEAD_DIMS,
+    WIDEST_SWIZZLE,
+    has_tile,
+    padded,
+    reads_each,
+)
 
 
 class BackwardTile(NamedTuple):
@@ -90,7 +98,7 @@ class BackwardConfig:
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     SCORE_MOD: Any  # the score function and its derivative, which `launch.config_of` writes
-    SCORE_GRADIENT: Any
+    SCORE_GRADIENT: Any  # None if that is `UNCHANGED`
     HAS_DROPOUT: bool
     DROPOUT_BITS: int  # of a score's random number
     IS_PACKED: bool
@@ -254,7 +262,8 @@ def padded_columns(problem: AttentionProblem) -> int:
 def tile_of(problem: AttentionProblem) -> BackwardTile:
     """The tile for a problem."""
     columns, options = padded_columns(problem), problem.options
-    is_full = options.softcap > 0 or options.dropout_p > 0 or bool(options.score_mod)
+    is_full = options.softcap > 0 or options.dropout_p > 0 or reads_each(options.score_mod)
+    is_full = is_full or options.score_mod_gradient not in ("", UNCHANGED)
     return FEWER_QUERIES if columns == 64 and is_full else TILES[columns]
 
 

@@ -366,7 +366,7 @@ class Float8Math:
             unit, score.softcap, score.alibi_ptr, score.alibi_batch, score.sink_ptr, None
         )
         place = Place(0, 0, 0, 0)  # a score function reads only the score
-        return scores_log2(s, 0, rows.slope, place, scaled, cfg), linear_scale(scaled, cfg)
+        return scores_log2(s, place, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
 
     @gluon.jit
     def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):

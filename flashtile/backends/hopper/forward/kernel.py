@@ -97,7 +97,6 @@ from ..shared.softmax import (
     Score,
     alibi_slope,
     as_left_operand,
-    distances,
     draws_of,
     dropped,
     has_starts,
@@ -127,7 +126,6 @@ class Rows:
 
     b: gl.tensor
     h: gl.tensor
-    number: gl.tensor  # (64,) index in the sequence
     start: gl.tensor  # (64,) visible keys [start, stop), counted from the tile's first key
     stop: gl.tensor
     shift: gl.tensor  # position of row 0, counted likewise
@@ -141,12 +139,11 @@ class Rows:
 
     @gluon.constexpr_function
     def __init__(
-        self, b, h, number, start, stop, shift, slope, entries, masks, first, first_key, draws,
+        self, b, h, start, stop, shift, slope, entries, masks, first, first_key, draws,
         unseen,
     ):  # fmt: skip
         self.b = b
         self.h = h
-        self.number = number
         self.start = start
         self.stop = stop
         self.shift = shift
@@ -343,7 +340,7 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
     elif kind_of_keys(cfg) == "range":
         unseen = first_seen_key(work.b, work.M, work.N, mask, cfg)
     return Rows(
-        work.b, work.h, number, start, stop, shift, slope, entries, masks, first, work.first_key,
+        work.b, work.h, start, stop, shift, slope, entries, masks, first, work.first_key,
         draws, unseen,
     )  # fmt: skip
 
@@ -409,13 +406,8 @@ def finished_scores(s, n0, own, rows, score, IS_MASKED: gl.constexpr, cfg: gl.co
     """Scores in base 2 from products, up to the factor `linear_scale`; -inf where masked. `own` is
     from `own_mask`.
     """
-    distance = 0
-    if cfg.HAS_ALIBI:
-        distance = distances(rows.number + rows.shift, n0, s, cfg)
-    place = None
-    if cfg.SCORE_MOD is not None:
-        place = Place(rows.b, rows.h, rows.first, rows.first_key + n0)
-    s = scores_log2(s, distance, rows.slope, place, score, cfg)
+    place = Place(rows.b, rows.h, rows.first, rows.first_key + n0)
+    s = scores_log2(s, place, rows.shift + rows.first_key, rows.slope, score, cfg)
     if IS_MASKED:
         if cfg.SPANS > 0:
             s = masked_by_intervals(s, own, n0, cfg)

@@ -15,6 +15,7 @@ from ....gpu.rows import at_boundary, is_aligned
 from ....gpu.score_source import GLUON, GRADIENT, SCORE, function_of, source_of
 from ....lru import Memo, memoised
 from ....problem import Operands, Options
+from ....score_mod.derivative import UNCHANGED
 from .pipeline import shared_rows
 from .schedule import Sequences
 
@@ -54,7 +55,7 @@ def with_functions(config: Config, options: Options) -> Config:
     if not options.score_mod:
         return config
     functions = {"SCORE_MOD": function_of(source_of(options.score_mod, SCORE, GLUON))}
-    if hasattr(config, "SCORE_GRADIENT"):
+    if hasattr(config, "SCORE_GRADIENT") and options.score_mod_gradient != UNCHANGED:
         gradient = source_of(options.score_mod_gradient, GRADIENT, GLUON)
         functions["SCORE_GRADIENT"] = function_of(gradient)
     return replace(config, **functions)  # type: ignore[type-var]  # all of them are dataclasses

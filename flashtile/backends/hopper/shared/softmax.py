@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ....gpu.dropout import BLOCK_KEYS, LOWER_BITS, dropout_key, random_words
-from ....gpu.intrinsics import tanh
+from ....gpu.intrinsics import tanh_of_scores
 from ....gpu.score_source import Corners
 from .pipeline import (
     aggregate,
@@ -61,16 +61,16 @@ class Score(NamedTuple):
 
 
 @gluon.jit
-def scores_log2(s, distance, slope, place, score, cfg: gl.constexpr):
+def scores_log2(s, place, shift, slope, score, cfg: gl.constexpr):
     """Scores in base 2 from q k^T, up to the factor `linear_scale`: scale, then softcap, then a
-    score function, then ALiBi. `distance`: row position minus key; `place`: `Place`.
+    score function, then ALiBi. `place`: `Place`; `shift`: position of row 0, as key.
     """
     if cfg.HAS_SOFTCAP:
-        s = tanh(s * (score.scale / score.softcap))
+        s = tanh_of_scores(s * (score.scale / score.softcap))
     if cfg.SCORE_MOD is not None:
         s = modified(s * last_scale(score, cfg), place, score, False, cfg)
     if cfg.HAS_ALIBI:
-        s = s * last_factor(score, cfg) - slope * gl.abs(distance).to(gl.float32)
+        s = with_alibi(s * last_factor(score, cfg), slope, place, shift, False)
     elif not leaves_factor(cfg):  # the scale may be negative
         s = s * last_factor(score, cfg)
     return s
@@ -204,11 +204,17 @@ def alibi_slope(b, h, score, cfg: gl.constexpr):
 
 
 @gluon.jit
-def distances(position, n0, s, cfg: gl.constexpr):
-    """Positions (64,) minus the keys [n0, n0 + BLOCK_N), in the layout of the scores `s`."""
-    LAYOUT: gl.constexpr = s.reshape([64, cfg.BLOCK_N // 8, 8]).type.layout
-    d = bounds(position - n0, LAYOUT) - eights(cfg.BLOCK_N, LAYOUT)
-    return gl.convert_layout(d.reshape(s.shape), s.type.layout, assert_trivial=True)
+def with_alibi(s, slope, place, shift, IS_TRANSPOSED: gl.constexpr):
+    """Scores in base 2 less `slope` times the distance of their key from the position of their
+    query, which is its row plus `shift`.
+    """
+    if IS_TRANSPOSED:
+        place = Place(place.b, place.h, place.first_row - shift, place.first_column)
+    else:
+        place = Place(place.b, place.h, place.first_row + shift, place.first_column)
+    given = by_threads(s)
+    x = given - slope * gl.abs(indices_of(given, place, IS_TRANSPOSED)[5])
+    return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.constexpr_function
