@@ -379,6 +379,7 @@ def test_no_kernel_is_left_out():
     compiled = {launch.kernel.__name__ for make in OPTIONS.values() for launch in make("sm_80")}
     # It writes float8, which not every device has; a separate module compiles it.
     compiled.add(quantize_launch(64).kernel.__name__)
+    compiled.add("merge_in_order_kernel")  # by `test_batch_invariant_kernels_fit`
     names = [f"{backend.__name__}.{m.name}" for m in iter_modules(backend.__path__)]
     names += [f"{ops.__name__}.{m.name}.kernel" for m in iter_modules(ops.__path__)]
     modules = [import_module(name) for name in names]

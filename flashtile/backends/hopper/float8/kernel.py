@@ -112,9 +112,9 @@ def bounds(bound, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def exponentials(x, MAY_HIDE: gl.constexpr, cfg: gl.constexpr):
+def exponentials(x, HAS_HIDDEN: gl.constexpr, cfg: gl.constexpr):
     """2**x. If cfg.HAS_POLYNOMIAL, a polynomial computes one in eight, unless x may be -inf."""
-    if cfg.HAS_POLYNOMIAL and not MAY_HIDE:
+    if cfg.HAS_POLYNOMIAL and not HAS_HIDDEN:
         p = some_by_polynomial(x)
     else:
         p = gl.exp2(x)
@@ -321,10 +321,10 @@ class Float8Math:
             pin(row_max)
             o = warpgroup_mma_wait(0, deps=[o])
             channels.v.release_operand(now.i)
-        MAY_HIDE: gl.constexpr = IS_MASKED or cfg.SCORE_MOD is not None
-        pivot = pivot_of(row_max, MAY_HIDE)
+        HAS_HIDDEN: gl.constexpr = IS_MASKED or cfg.SCORE_MOD is not None
+        pivot = pivot_of(row_max, HAS_HIDDEN)
         rescale = gl.exp2(now.row_max - pivot)
-        p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], MAY_HIDE, cfg)
+        p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], HAS_HIDDEN, cfg)
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
