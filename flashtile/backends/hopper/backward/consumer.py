@@ -148,6 +148,7 @@ def shared_half(ME: gl.constexpr, tiles, i, cfg: gl.constexpr):
 def statistic(slots, i, cfg: gl.constexpr):
     """The statistic of each row of a block, one for each column of the scores."""
     SLOTS: gl.constexpr = slots.shape[0]
+    # (BLOCK_M,)
     numbers = recast(slots.index(i % SLOTS), gl.float32, [cfg.BLOCK_M], shared_value())
     return numbers.load(gl.SliceLayout(0, accumulator(cfg.BLOCK_M)))
 
@@ -177,6 +178,7 @@ def own_rows(
     memory; `zero` is as in `whole_tile`.
     """
     both = whole_tile(channel, zero)
+    # (64, columns), (64, TAIL)
     tile = keys_tile(ME, both.tile, cfg)
     tail = keys_tile(ME, both.tail, cfg)
     if IS_LOADED:
@@ -277,6 +279,7 @@ def probabilities(
 @gluon.jit
 def without_hidden(p, factor, lse_log2):
     """P and its factor, zero where P is and in rows that saw no key."""
+    # (64, BLOCK_M)
     seen = (p != 0.0) & (lse_log2 != float("inf"))[None, :]
     return gl.where(seen, p, 0.0), gl.where(seen, factor, 0.0)
 
@@ -306,6 +309,7 @@ def score_gradient(factor, dp, minus_delta, cfg: gl.constexpr):
     """dS = |factor| (dP - delta), with the factor of `probabilities`; where that is negative,
     dropout dropped P, and dP counts as zero. `minus_delta` is (columns,).
     """
+    # (64, BLOCK_M)
     if cfg.HAS_DROPOUT:
         dp = gl.where(factor < 0.0, minus_delta[None, :], dp)
         factor = gl.abs(factor)
@@ -498,6 +502,7 @@ def query_loop(
     gl.assume(total > 0)
     total += i
     channels.q.acquire(i)
+    # (64, BLOCK_M), and (BLOCK_M,)
     s = issue_scores(k, i, channels, cfg)
     lse = statistic(channels.lse, i, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
@@ -556,6 +561,7 @@ def query_loop(
         channels.v.release_operand(0)
     j = i + count
     channels.ds.acquire(j)
+    # (64, piece_columns)
     dq = issue_dq(ME, whole_tile(channels.k, 0), j, channels.ds.tiles, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])
     if cfg.IS_PERSISTENT:
@@ -586,6 +592,7 @@ def step(
     channels.dout.acquire(i)
     if not cfg.HAS_V_IN_REGISTERS:
         v = own_rows(ME, channels.v, zero, False, cfg)
+    # (64, BLOCK_M)
     dp = issue_dp(v, statistic(channels.delta, i, cfg), i, channels, cfg)
     scale = score.scale
     if cfg.IS_DP_FIRST:
@@ -613,6 +620,7 @@ def end_of_step(
     PARTS: gl.constexpr = products_along(cfg)
     # Uses of the rings of dS and dQ, of which each tile's first one belongs to no step.
     j = natural(i + count) if cfg.IS_PERSISTENT else i
+    # (64, BLOCK_D), (64, TAIL_D), as dK
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
     dp = warpgroup_mma_wait(PARTS, deps=[dp])
     minus_delta = factor
@@ -640,6 +648,7 @@ def end_of_step(
     channels.dout.release_operand(i)  # dP and dV have read it; delta went into dP
     # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
+    # (64, BLOCK_M)
     s = issue_scores(k, i + 1, channels, cfg)
     if PARTS == 1:
         dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
@@ -840,6 +849,7 @@ def store_rows(
         rows.store(x.to(tile.dtype))
         if cfg.IS_PACKED:
             LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
+            # (64, COLUMNS)
             x = rows.load(LAYOUT)
             offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
             dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -950,6 +960,7 @@ def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     gl.assume(total > 0)
     channels.q.acquire(0)
     k = own_rows(0, channels.k, 0, cfg.HAS_K_IN_REGISTERS, cfg)
+    # (64, BLOCK_M)
     s = issue_scores(k, 0, channels, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
     i = 0
@@ -1021,6 +1032,7 @@ def value_step(
         rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
         clear_slot(VALUES, channels.dout, i, rows, kind_of_rows(cfg), None, cfg)
     kept = kept_by_dropout(0, m, draws, work, cfg)
+    # (64, BLOCK_M)
     p, factor = probabilities(
         s, lse, keys, bits, kept, place, slope, score.scale, score, IS_MASKED, cfg
     )
@@ -1035,9 +1047,11 @@ def value_step(
     arrive_alone(channels.p.full.index(0))
     arrive_alone(channels.q.empty.index(i % cfg.Q_STAGES))  # S^T and all exponentials are done
     channels.dout.acquire(i)
+    # (64, BLOCK_DV), (64, TAIL_DV)
     dv, tail = add_product(p, channels.dout, i, dv, tail, cfg)
     # After the last block, S^T is computed from old contents of the slot, and nothing reads it.
     acquire_if(channels.q, i + 1, i + 1 < total)
+    # (64, BLOCK_M)
     s = issue_scores(k, i + 1, channels, cfg)
     if i > 0:
         emit_pieces(dq, staging, LAST, i - 1, PUTS - 1, PUTS, added, outputs, cfg)
@@ -1148,6 +1162,7 @@ def key_step(
     if not cfg.HAS_V_IN_REGISTERS:
         v = own_rows(0, channels.v, zero, False, cfg)
     minus_delta = statistic(channels.delta, i, cfg)
+    # (64, BLOCK_M)
     dp = issue_dp(v, minus_delta, i, channels, cfg)
     channels.p.acquire(i)
     # (64, BLOCK_M)
@@ -1163,7 +1178,9 @@ def key_step(
     channels.q.acquire(i)
     if HAS_CLEARED:
         clear_slot(KEYS, channels.q, i, rows, KIND, None, cfg)
+    # (64, BLOCK_D), (64, TAIL_D)
     dk, tail = add_product(ds, channels.q, i, dk, tail, cfg)
+    # (64, KEY_COLUMNS)
     dq = issue_columns_of_dq(0, KEY_COLUMNS, whole_tile(channels.k, zero), channels, cfg)
     dk, tail = wait_for_sum(1, dk, tail, cfg.TAIL_D)
     channels.q.release_operand(i)
@@ -1184,6 +1201,7 @@ def issue_columns_of_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels,
         columns = k.tile.reshape([cfg.BLOCK_N, cfg.BLOCK_D]).slice(FIRST, COLUMNS, dim=1)
     else:
         columns = k.tail.reshape([cfg.BLOCK_N, cfg.TAIL_D])
+    # (64, BLOCK_N) @ (BLOCK_N, COLUMNS) -> (64, COLUMNS)
     ds = channels.ds.tiles.index(0).permute((1, 0))
     return warpgroup_mma(ds, columns, empty_accumulator(COLUMNS), use_acc=False, is_async=True)
 

@@ -528,11 +528,13 @@ def delta_kernel(
         o = tl.load(o_ptrs, mask=inside, other=0.0).to(tl.float32)
         do = tl.load(do_ptrs, mask=inside, other=0.0).to(tl.float32)
         # A row without a key has an output of 0, whatever its gradient holds.
+        # (BLOCK_M,)
         minus_delta = -tl.sum(tl.where(o == 0.0, 0.0, o * do), 1)
         if at.cu_seqlens_q is None:
             source = (b * heads + h).to(tl.int64) * M + rows
         else:
             source = h.to(tl.int64) * total_q + start + rows
+        # (BLOCK_M,)
         lse = tl.load(lse_ptr + source, mask=real, other=-float("inf"))
         if dlse_ptr is not None:
             minus_delta += tl.load(dlse_ptr + source, mask=real, other=0.0)
@@ -747,6 +749,7 @@ def add_piece(
 def sum_of_parts(ptr, parts, SIZE: tl.constexpr, STRIDE: tl.constexpr):
     """The sum of one piece, SIZE numbers, over all parts, which are STRIDE numbers apart."""
     ptrs = ptr + tl.arange(0, SIZE)
+    # (SIZE,)
     x = tl.load(ptrs)
     for part in range(1, parts):
         x += tl.load(ptrs + part * STRIDE)

@@ -24,6 +24,7 @@ step.
 | q empty | both, after S^T and dK | producer | step |
 | dout full | TMA: dO and its delta | both consumers | step |
 | dout empty | both, after dP^T and dV | producer | step |
+| FIRST_BARRIER + 1 + c | all warps of consumer c | the same: rows are cleared | |
 | up to 128 columns: | | | |
 | ds full | both consumers: each stores dS^T of its keys | both, before dQ | step + 1 |
 | ds empty | both, after dQ; after a last step, when dK and dV left | both, before dS^T | step + 1 |
@@ -35,7 +36,6 @@ step.
 | ds full | key consumer; P of the step was read | value consumer | step |
 | staging full, one for a writer | a consumer: one of its parts of dQ | this writer | its parts |
 | staging empty | the writer of the step | the consumer | parts so far |
-| FIRST_BARRIER + 1 + c | all warps of consumer c | the same: rows are cleared | |
 
 The kernels before and after this one are in `dq.py`. The first and the last, which adds parts, are
 ordinary launches: each starts after everything before it. This kernel and the one that rounds dQ

@@ -91,6 +91,7 @@ def masked(s, start, stop, n0, cfg: gl.constexpr):
     Column 16 c + 8 a + 2 t + b holds key 16 c + 2 a + 4 t + b. As in `softmax.masked`, c and a are
     constants of a register, and t and b are subtracted from the row's bound.
     """
+    # (64, BLOCK_N / 8, 8)
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
     COUNT: gl.constexpr = cfg.BLOCK_N // 8
@@ -129,6 +130,7 @@ def packed_weights(p, COLUMNS: gl.constexpr):
     The compiler would use one register for each float8 loop variable.
     """
     KEYS: gl.constexpr = p.shape[1]
+    # (64, KEYS), the keys of 16 in the order of the operand
     in_order = p.reshape([64, KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, KEYS])
     in_order = gl.convert_layout(in_order, left_operand(COLUMNS, 8), assert_trivial=True)
     return four_to_float8(in_order)
@@ -273,6 +275,7 @@ class Float8Math:
         n0 = block * cfg.BLOCK_N
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
+        # (64, BLOCK_N)
         s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         values = kept_values(n0, work.N - n0, rows, cfg)
         if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
@@ -285,6 +288,7 @@ class Float8Math:
             s = masked(s, rows.start, rows.stop, n0, cfg)
         elif n0 + cfg.BLOCK_N > work.N:
             s = masked(s, rows.start, rows.stop, n0, cfg)
+        # (64,), and (64, BLOCK_N)
         row_max = gl.max(s, 1) * factor
         p = exponentials(s * factor - (pivot_of(row_max, True) - WEIGHT_LOG2)[:, None], True, cfg)
         return Progress(
@@ -308,6 +312,7 @@ class Float8Math:
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
+        # (64, BLOCK_N), (64, BLOCK_DV)
         s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         o, _ = self.issue_output(now, channels, cfg)
         pass_ping_pong(ME, cfg)
@@ -316,6 +321,7 @@ class Float8Math:
         s, factor = self.scores(s, rows, k_unit, score, cfg)
         if IS_MASKED:
             s = masked(s, rows.start, rows.stop, block * cfg.BLOCK_N, cfg)
+        # (64,)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
         if cfg.WAITS == "early":
             pin(row_max)
@@ -324,7 +330,9 @@ class Float8Math:
         HAS_HIDDEN: gl.constexpr = IS_MASKED or cfg.SCORE_MOD is not None
         pivot = pivot_of(row_max, HAS_HIDDEN)
         rescale = gl.exp2(now.row_max - pivot)
+        # (64, BLOCK_N)
         p = exponentials(s * factor - (pivot - WEIGHT_LOG2)[:, None], HAS_HIDDEN, cfg)
+        # (64, 4)
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
@@ -344,6 +352,7 @@ class Float8Math:
     def issue_output(self, now, channels, cfg: gl.constexpr):
         """Start O += P V of the last block."""
         channels.v.acquire(now.i)
+        # (64, BLOCK_N) @ (BLOCK_N, BLOCK_DV) -> (64, BLOCK_DV)
         v = channels.v.tile(now.i).reshape([cfg.BLOCK_DV, cfg.BLOCK_N]).permute((1, 0))
         o = warpgroup_mma(weights_operand(now.p), v, now.o, is_async=True)
         return o, o
@@ -429,6 +438,7 @@ def clear_values(ME: gl.constexpr, kept, i, channels, cfg: gl.constexpr):
         keep = is_kept(0, kept, KIND, cfg.BLOCK_N, gl.SliceLayout(0, LAYOUT))
         for first in gl.static_range(0, DIMS, STEP):
             part = v.slice(first, STEP)
+            # (STEP, BLOCK_N)
             x = part.load(LAYOUT).to(gl.int8, bitcast=True)
             x = gl.where(keep[None, :], x, gl.zeros_like(x))
             part.store(x.to(v.dtype, bitcast=True))

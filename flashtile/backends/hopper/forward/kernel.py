@@ -453,6 +453,7 @@ class Math16:
         KEYS: gl.constexpr = power_of_two(cfg.LAST_KEYS)
         REST: gl.constexpr = cfg.LAST_KEYS - KEYS  # keys of the block after these
         channels.k.acquire(i)
+        # (64, KEYS), and (64, REST)
         s = issue_scores(q, q_tail, i, channels, 0, KEYS, cfg)
         if REST > 0:
             s_rest = issue_scores(q, q_tail, i, channels, KEYS, REST, cfg)
@@ -473,6 +474,7 @@ class Math16:
             if n0 + KEYS > work.N:
                 s = masked(s, rows.start, rows.stop, n0, cfg)
         factor = linear_scale(score, cfg)
+        # (64,)
         row_max = gl.max(s, 1) * factor
         if REST > 0:
             s_rest = finished_scores(s_rest, n0 + KEYS, own, rows, score, True, cfg)
@@ -483,6 +485,7 @@ class Math16:
         weights = paired(p, channels.v.tiles.dtype)
         if cfg.HAS_DROPOUT:  # which does not change the row sum
             weights = dropped(weights, kept)
+        # (64, BLOCK_DV), (64, TAIL_DV)
         o = empty_accumulator(cfg.BLOCK_DV)
         o_tail = empty_accumulator(cfg.TAIL_DV) if cfg.TAIL_DV > 0 else i * 0
         # The layouts of the loop, which other widths only name differently.
@@ -522,6 +525,7 @@ class Math16:
             is_cleared = has_cleared(values, kind_of_keys(cfg), cfg.BLOCK_N)
         channels.k.acquire(i)
         await_ping_pong(ME, cfg)
+        # (64, BLOCK_N), (64, BLOCK_DV), (64, TAIL_DV)
         s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         o, o_tail = self.issue_output(now, channels, cfg)
         pass_ping_pong(ME, cfg)
@@ -530,6 +534,7 @@ class Math16:
         channels.k.release_operand(i)
         s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
         factor = linear_scale(score, cfg)
+        # (64,)
         row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
         if cfg.WAITS == "early":
             pin(row_max)
@@ -625,6 +630,7 @@ def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.co
     # (64,)
     rows = work.m0 + ME * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
+    # (64, 4) -> (64,)
     row_sum = whole_row_sum(row_sum, cfg)
     weight = 1.0
     if sink_ptr is not None:  # a key of logit `sink` whose value is zero

@@ -65,6 +65,7 @@ def scores_log2(s, place, shift, slope, score, cfg: gl.constexpr):
     """Scores in base 2 from q k^T, up to the factor `linear_scale`: scale, then softcap, then a
     score function, then ALiBi. `place`: `Place`; `shift`: position of row 0, as key.
     """
+    # The shape of `s`: (64, columns).
     if cfg.HAS_SOFTCAP:
         s = tanh_of_scores(s * (score.scale / score.softcap))
     if cfg.SCORE_MOD is not None:
@@ -175,6 +176,7 @@ def modified(s, place, score, IS_TRANSPOSED: gl.constexpr, cfg: gl.constexpr):
     """The score function of scaled products."""
     given = by_threads(s)
     i, j, i0, j0, d, distance, corners = indices_of(given, place, IS_TRANSPOSED)
+    # The shape of `by_threads`.
     x = cfg.SCORE_MOD(
         given, place.b, place.h, i, j, i0, j0, d, distance, corners, score.captured,
         score.captured_integers,
@@ -187,6 +189,7 @@ def modified_gradient(s, g, place, score, cfg: gl.constexpr):
     """`g` times the derivative of `modified`; rows are keys."""
     given = by_threads(s)
     i, j, i0, j0, d, distance, corners = indices_of(given, place, True)
+    # The shape of `by_threads`.
     x = cfg.SCORE_GRADIENT(
         given, place.b, place.h, i, j, i0, j0, d, distance, corners, by_threads(g), score.captured,
         score.captured_integers,
@@ -227,6 +230,7 @@ def has_starts(cfg):
 def masked(s, start, stop, n0, cfg: gl.constexpr):
     """-inf where a key, from `n0` on, is outside its row's [start, stop), both (64,)."""
     COLUMNS: gl.constexpr = s.shape[1]
+    # (64, COLUMNS / 8, 8)
     by_eights = s.reshape([64, COLUMNS // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
     eight = eights(COLUMNS, LAYOUT)
@@ -268,6 +272,7 @@ def masked_by_bits(s, words):
     tests are constants.
     """
     COLUMNS: gl.constexpr = s.shape[1]
+    # (64, words, eights, pairs, 2)
     by_words = s.reshape([64, COLUMNS // 32, 4, 4, 2])
     LAYOUT: gl.constexpr = by_words.type.layout
     SHIFTED: gl.constexpr = words_of(LAYOUT)
@@ -276,6 +281,7 @@ def masked_by_bits(s, words):
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, SHIFTED)))
     eight = gl.arange(0, 4, layout=gl.SliceLayout(0, EIGHTS))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, PAIRS))
+    # (64, words, pairs)
     words = words[:, :, None] >> (2 * pair)[None, None, :]
     bit = 8 * eight[None, None, :, None, None] + column[None, None, None, None, :]
     visible = (words[:, :, None, :, None] >> bit) & 1
@@ -290,6 +296,7 @@ def load_intervals(ptr, cfg: gl.constexpr):
     ptr += gl.arange(0, 64, layout=row_values(cfg.BLOCK_N))
     intervals = ()
     for r in gl.static_range(SPANS):
+        # (64,)
         start = gl.load(ptr + 2 * r * cfg.BLOCK_M)
         stop = gl.load(ptr + (2 * r + 1) * cfg.BLOCK_M)
         # Gluon knows no starred elements; mypy, no tuples of a length that cfg decides.
@@ -301,6 +308,7 @@ def load_intervals(ptr, cfg: gl.constexpr):
 def masked_by_intervals(s, intervals, n0, cfg: gl.constexpr):
     """-inf where a key of [n0, n0 + BLOCK_N) is in none of its row's `intervals`."""
     SPANS: gl.constexpr = cfg.SPANS
+    # (64, BLOCK_N / 8, 8)
     by_eights = s.reshape([64, cfg.BLOCK_N // 8, 8])
     LAYOUT: gl.constexpr = by_eights.type.layout
     eight = eights(cfg.BLOCK_N, LAYOUT)
@@ -383,6 +391,7 @@ def partial_row_sum(p):
 @gluon.jit
 def rescaled(x, factor):
     """Rows of `x` times `factor` (64,)."""
+    # (64, columns) * (64, 1)
     LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(factor, LAYOUT, assert_trivial=True)[:, None]
 
@@ -409,6 +418,7 @@ def paired(p, dtype: gl.constexpr):
 @gluon.jit
 def as_left_operand(pairs, COLUMNS: gl.constexpr, dtype: gl.constexpr):
     """`paired` P as the left operand of a product that accumulates (64, COLUMNS), in registers."""
+    # (64, columns / 2) -> (64, columns)
     low, high = halves(pairs, dtype)
     p = gl.join(low, high).reshape([64, 2 * pairs.shape[1]])
     return gl.convert_layout(p, left_operand(COLUMNS), assert_trivial=True)
@@ -523,6 +533,7 @@ def kept_keys(m0, n0, draws, COLUMNS: gl.constexpr, BITS: gl.constexpr):
     block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     group = n0 // BLOCK_KEYS * 4 + 4 * block[None, :, None] + pair[None, None, :]
+    # (64, BLOCKS, 4, 2, 2, 2) -> (64, COLUMNS / 2)
     kept = kept_pairs(draws, row[:, None, None], group, BITS)
     return kept.permute((0, 1, 3, 4, 5, 2)).reshape([64, COLUMNS // 2])
 
@@ -559,6 +570,7 @@ def kept_queries(m0, n0, draws, COLUMNS: gl.constexpr, BITS: gl.constexpr):
     query = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     row = m0 + 2 * two[None, :, None] + query[None, None, :]
     group = n0 // BLOCK_KEYS * 4 + pair[:, None, None]
+    # (4, COLUMNS / 2, 2, 2, 2, 2) -> (4, COLUMNS / 2, 16)
     kept = kept_pairs(draws, row, group, BITS).reshape([4, COLUMNS // 2, 16])
     BIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, kept.type.layout))
     bit = 0x10001 << gl.arange(0, 16, layout=BIT)
@@ -580,6 +592,7 @@ def negative_where_dropped(p, kept):
     A thread shifts its words once, so that the bits that it tests are constants.
     """
     COLUMNS: gl.constexpr = p.shape[1]
+    # (warps, eights, pairs, 2, COLUMNS / 2, 2)
     by_pairs = p.reshape([4, 2, 4, 2, COLUMNS // 2, 2])
     LAYOUT: gl.constexpr = by_pairs.type.layout
     SHIFTED: gl.constexpr = layout_of_words(LAYOUT)
