@@ -38,7 +38,7 @@ from flashtile.testing import (
 from . import emulator
 from .inputs import packed_inputs
 from .score_functions import FUNCTIONS
-from .test_forward_emulated import PROGRAMS, allocate, inline_asm, warpgroup_mma
+from .test_forward_emulated import PROGRAMS, inline_asm, warpgroup_mma
 
 E4M3 = torch.float8_e4m3fn
 
@@ -67,7 +67,6 @@ def intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
         "int8": torch.int8,
         "to_tensor": emulator.tile,
         "max": torch.amax,
-        "allocate_shared_memory": allocate,
         "inline_asm_elementwise": float8_asm,
     }
     for name, value in more.items():
