@@ -65,9 +65,12 @@ def probabilities_launches(operands: Operands, options: Options, device: str) ->
     return [probabilities_launch(problem, operands, lse, probs)]
 
 
-def launches_of_tangents(operands: Operands, options: Options, device: str) -> list[Launch]:
-    """The launches of the call in forward mode, where all that can has a tangent."""
-    problem = _problem(operands, options, device)
+def launches_of_tangents(
+    operands: Operands, options: Options, device: str, **facts: Any
+) -> list[Launch]:
+    """The launches of the call in forward mode, where all that can has a tangent. `facts` are
+    fields of the problem."""
+    problem = _problem(operands, options, device)._replace(**facts)
     results = forward_buffers(problem, operands)[:2]
     return tangent_launches(problem, (*operands, *operands[:5], *results), results)
 

@@ -168,6 +168,16 @@ def test_tangents_wait_for_groups_of_wgmma(rule: str, head_dim: int):
     assert found.shared <= DEVICES["sm_90"].shared
 
 
+@pytest.mark.parametrize("allows_tf32", [False, True], ids=["bf16x6", "tf32"])
+@pytest.mark.parametrize("rule", ["causal", "bias"])
+def test_tangents_in_float32_fit(rule: str, allows_tf32: bool):
+    """At the largest head dim that float32 has on tensor cores."""
+    options = bias(1, 2, 256, 256) if rule == "bias" else lambda g, t: {"causal": True}
+    call = dense(B=1, M=256, N=256, Hq=2, Hk=2, D=128)(options)(generator(0), torch.float32)
+    (launch,) = launches_of_tangents(*call, "sm_90", allows_tf32=allows_tf32)
+    assert report(launch).shared <= DEVICES["sm_90"].shared
+
+
 def ruled(rule: str, head_dim: int) -> Call:
     """A causal call with a rule for scores, with another mask, or with another layout."""
     heads = {"Hq": 4, "Hk": 1 if rule == "grouped heads" else 4, "D": head_dim}

@@ -380,8 +380,8 @@ def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     config, warps, stages = plan_with_functions(problem, aligned).queries
     if config.HAS_WGMMA and config.BLOCK_D == config.BLOCK_DV == 64:
         config, warps, stages = replace(config, BLOCK_M=64), 4, 3  # 0.9 of the time of dQ's tile
-    elif config.BLOCK_D > 64:  # twice as many tensors are in flight as in dQ
-        stages = min(stages, 2 if config.BLOCK_D <= 128 else 1)
+    elif config.BLOCK_D > 64:  # shared memory: twice as many tensors are in flight as in dQ
+        stages = min(stages, 2 if config.BLOCK_D <= 128 and q.element_size() == 2 else 1)
     common = common_of(problem, operands)
     launches, lists = [], NO_LISTS
     if problem.block_tile is not None:
