@@ -253,10 +253,12 @@ def test_parts_with_options_compile(kind: str):
 @pytest.mark.parametrize("parts", [(1, 1, 1, 1, 1), (2, 3, 4, 16, 17)])
 def test_new_lengths_and_heads_compile_nothing_new(parts: tuple[int, ...], options: dict[str, Any]):
     """The longer deterministic calls have two phases, the shorter ones have one. A causal call with
-    more queries than keys has rows without a key, and a kernel of its own.
+    more queries than keys has rows without a key, and a kernel of its own, as have loops of more
+    steps than `plan.MOST_STEPS`.
     """
-    more_keys = ((65, 65), (128, 130), (300, 316), (1024, 1024), (1000, 1001))
-    more_queries = ((65, 1), (128, 15), (300, 16), (1024, 1000), (1001, 1000))
+    most = 1024 if options else 640
+    more_keys = ((65, 65), (128, 130), (300, 316), (most, most), (most - 24, most - 23))
+    more_queries = ((65, 1), (128, 15), (300, 16), (most, most - 24), (most - 23, most - 24))
     kinds = [
         {
             tuple(map(key, launches_of(dense(M=M, N=N, **options), count)))

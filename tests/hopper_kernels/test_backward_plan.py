@@ -79,6 +79,15 @@ def test_persistent_programs(D: int, given: dict[str, Any], columns: tuple[int, 
 
 
 @pytest.mark.parametrize(
+    ("D", "causal", "longest"), [(64, False, 4096), (64, True, 8000), (128, False, 1280)]
+)
+def test_long_loops_are_not_persistent(D: int, causal: bool, longest: int):
+    given = problem(D, causal=causal)
+    assert backward_plan(given._replace(M=longest, N=longest)).IS_PERSISTENT
+    assert not backward_plan(given._replace(M=longest + 200, N=longest + 200)).IS_PERSISTENT
+
+
+@pytest.mark.parametrize(
     ("head_dims", "columns"),
     [
         ((72, 72), (80, 80)), ((96, 40), (96, 96)), ((40, 104), (128, 128)),

@@ -60,6 +60,10 @@ TILES = {
 # score function or for dropout.
 FEWER_QUERIES = BackwardTile(64, 128, 2, 2, False)
 
+# Steps of a tile, on average, with which persistent programs are still faster, by columns: estimated
+# from 4 to 64 steps on an H200.
+MOST_STEPS = {64: 32, 128: 20}
+
 # With fewer tiles of a head, too many of the programs of two phases would have no tile.
 FEWEST_IN_PHASES = 8
 
@@ -196,7 +200,8 @@ def adds_from_registers(problem: AttentionProblem) -> bool:
 
 def is_persistent(problem: AttentionProblem) -> bool:
     """Whether a program takes tiles until there are no more, so that the start of a tile overlaps
-    with the end of the previous one.
+    with the end of the previous one. The loop has more instructions then, which costs more than
+    that gains if a tile has many steps.
 
     Where consumers add dQ from their registers, it made calls 6 to 12 % slower. Score functions
     leave no registers for it. Ordered additions number the programs in the order in which they
@@ -206,7 +211,11 @@ def is_persistent(problem: AttentionProblem) -> bool:
     options = problem.options
     is_other = options.deterministic or bool(options.score_mod) or adds_from_registers(problem)
     is_other = is_other or has_lists(problem) or problem.runs > 0
-    return not is_other and padded_columns(problem) in (64, 128)
+    if is_other or padded_columns(problem) not in MOST_STEPS:
+        return False
+    lengths = tile_lengths(problem, problem.M, problem.N)
+    most = MOST_STEPS[padded_columns(problem)] * len(lengths)
+    return problem.group * sum(lengths) <= most
 
 
 def dq_columns(problem: AttentionProblem, columns: int) -> int:
