@@ -60,8 +60,8 @@ TILES = {
 # score function or for dropout.
 FEWER_QUERIES = BackwardTile(64, 128, 2, 2, False)
 
-# Steps of a tile, on average, with which persistent programs are still faster, by columns: estimated
-# from 4 to 64 steps on an H200.
+# The most steps of a tile, on average, with which persistent programs are faster, by columns:
+# estimated from calls with 4 to 64 steps on an H200.
 MOST_STEPS = {64: 32, 128: 20}
 
 # With fewer tiles of a head, too many of the programs of two phases would have no tile.
