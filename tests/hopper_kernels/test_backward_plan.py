@@ -17,6 +17,8 @@ from flashtile.masks import BlockMask, Spans
 from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, qkv
 
+from .score_functions import FUNCTIONS, described
+
 from .score_functions import described
 
 SPANS = Spans(*torch.zeros(2, 1, 1, 1, 1, dtype=torch.int32))
@@ -69,13 +71,18 @@ def test_the_second_consumer_starts_later_once(given: dict[str, Any], cycles: tu
         ({"window_size": (100, 0)}, (64,)),  # at 128 consumers add dQ from their registers
         ({"deterministic": True}, ()),
         ({"mask": SPANS}, ()),
-        ({"score_mod": lambda s, b, h, i, j: s / 2}, ()),
     ],
 )
 def test_persistent_programs(D: int, given: dict[str, Any], columns: tuple[int, ...]):
     config = backward_plan(problem(D, **given))
     assert (config.BLOCK_D + config.TAIL_D in columns) == config.IS_PERSISTENT
     assert not backward_plan(problem(D, **given), is_parted=True).IS_PERSISTENT
+
+
+def test_score_functions_are_not_persistent():
+    inputs = qkv(generator(0), B=1, M=1, N=1, Hq=4, Hk=4, D=64, dtype=torch.bfloat16)
+    call = described(inputs, Dense(), {"score_mod": FUNCTIONS["table"]})
+    assert not backward_plan(AttentionProblem.of(*call)).IS_PERSISTENT
 
 
 @pytest.mark.parametrize(
