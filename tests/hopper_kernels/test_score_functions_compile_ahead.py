@@ -48,6 +48,7 @@ OLDEST_LIMITS: dict[tuple[str, int], tuple[int, int, int]] = {
     ("whole table", 128): (0, 144, 0),
 }
 NEWEST_LIMITS = {  # as far as they differ
+    ("alibi", 64): (0, 176, 6),
     ("table", 64): (0, 0, 1),
     ("causal", 128): (8, 280, 1),
     ("softcap", 128): (300, 148, 0),
