@@ -19,8 +19,6 @@ from flashtile.testing import generator, qkv
 
 from .score_functions import FUNCTIONS, described
 
-from .score_functions import described
-
 SPANS = Spans(*torch.zeros(2, 1, 1, 1, 1, dtype=torch.int32))
 VISIBLE = BlockMask.from_dense(torch.ones(1, 1, dtype=torch.bool))
 
