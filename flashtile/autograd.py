@@ -70,8 +70,8 @@ def attention_probabilities(problem: AttentionProblem, operands: Operands, lse: 
     """Softmax probabilities (batch, heads, M, N) of a call, negative where dropped; quadratic,
     without gradient.
     """
-    with torch.no_grad():
-        return ops.attention_probabilities(*operands, lse, *problem.options)
+    constants = (None if x is None else x.detach() for x in operands)  # without tangents, too
+    return ops.attention_probabilities(*constants, lse.detach(), *problem.options)
 
 
 def attend(
@@ -407,6 +407,8 @@ class TangentFunction(torch.autograd.Function):
         problem = AttentionProblem.of(operands, options)
         with autocast_off(operands.q):
             kernels = backends.forward_mode(problem.device_type)
+            if any(map(is_batched, moved)):
+                kernels = None
             found = kernels and kernels.tangents(problem, operands, out, lse, moved)
             return found or _higher().tangents(problem, operands, moved)
 
@@ -565,6 +567,8 @@ def _mapped(
         first: the index of the operands in `args`; the tensors before them have a batch, too.
     """
     n, options = info.batch_size, Options(*args[first + INPUTS :])
+    if n == 0:
+        raise ValueError("vmap: got a mapped dimension of size 0, want at least 1")
     pairs = list(zip(args, in_dims, strict=True))
     if options.score_mod == "" and all(x is None for x in args[first + 3 : first + INPUTS]):
 

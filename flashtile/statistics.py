@@ -75,9 +75,15 @@ def refuse_unsupported(problem: AttentionProblem) -> None:
     """Raise if a call has no statistics.
 
     Raises:
-        NotImplementedError: it has float8 inputs or `batch_invariant`, or no backend of its device
-            runs it.
+        NotImplementedError: it has float8 inputs or `batch_invariant`, no backend of its device
+            runs it, or a transform of torch.func or dual numbers are active, which would take the
+            entropy for a constant.
     """
+    if is_transformed() or torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "return_stats: got a call inside a transform of torch.func or with dual numbers; want "
+            "an eager or a compiled call"
+        )
     if problem.dtype in FLOAT8 or problem.has_float8_keys:
         dtype = "float8" if problem.has_float8_keys else dtype_name(problem.dtype)
         raise NotImplementedError(
@@ -103,17 +109,7 @@ def _of_backend(problem: AttentionProblem) -> AttentionProblem:
 def measure(
     problem: AttentionProblem, operands: Operands, lse: Tensor, names: frozenset[str]
 ) -> Statistics:
-    """The statistics of a call that has been made.
-
-    Raises:
-        NotImplementedError: a transform of torch.func or dual numbers are active, which would take
-            the entropy for a constant.
-    """
-    if is_transformed() or torch.autograd.forward_ad._current_level >= 0:
-        raise NotImplementedError(
-            "return_stats: got a call inside a transform of torch.func or with dual numbers; want "
-            "an eager or a compiled call"
-        )
+    """The statistics of a call that has been made and passed `refuse_unsupported`."""
     of_rows = not names.isdisjoint(("max_logit", "entropy"))
     row_max, entropy, column_sum = ops.attention_statistics(
         *operands, lse.detach(), of_rows, "column_sum" in names, *_of_backend(problem).options

@@ -206,6 +206,8 @@ def test_what_transformers_may_not_combine() -> None:
     hiding = torch.tensor([[0, 1, 1, 1, 1]])
     with pytest.raises(NotImplementedError, match="an attention_mask that hides tokens"):
         model(**row, attention_mask=hiding, rollouts=folded)
+    with pytest.raises(ValueError, match="position_ids: got others than those of the rollouts"):
+        model(folded.tokens[None], rollouts=folded)
     shown = model(**row, attention_mask=torch.ones_like(hiding), rollouts=folded).logits
     assert torch.equal(shown, model(**row, rollouts=folded).logits)
 
@@ -221,3 +223,12 @@ def test_benchmark(tmp_path, capsys) -> None:
     (line,) = csv.DictReader(file.open())
     assert (line["tokens_separately"], line["tokens_as_tree"]) == ("72", "32")
     assert float(line["speedup"]) > 0 and line["command"].startswith("python -m benchmarks.roll")
+
+
+def test_bad_windows_and_tokens() -> None:
+    folded = fold([[1, 2, 3], [1, 4]])
+    for window in ((-3, 0), (3, -2), (None, 0), (True, 0)):
+        with pytest.raises(ValueError, match="window_size: got .* want two ints from -1 on"):
+            folded.spans(window)
+    with pytest.raises(TypeError, match="rollouts: want integers"):
+        fold([[1.2, 3.0]])

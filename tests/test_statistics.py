@@ -187,6 +187,19 @@ def test_what_has_no_derivative() -> None:
             transformed()
 
 
+def test_nothing_is_appended_under_a_transform() -> None:
+    q, k, v = inputs()
+    caches = [torch.zeros(B, 96, Hk, D, dtype=torch.float64) for _ in range(2)]
+
+    def step(q: Tensor) -> Tensor:
+        new = k[:, :5], v[:, :5]
+        return attention_with_kvcache(q, *caches, *new, cache_seqlens=13, return_stats=ALL)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="return_stats: got a call inside a trans"):
+        torch.func.grad(step)(q)
+    assert all((x == 0).all() for x in caches)
+
+
 def test_what_has_no_statistics() -> None:
     q, k, v = inputs()
     caches = [torch.zeros(B, 64, Hk, D, dtype=torch.float64) for _ in range(2)]

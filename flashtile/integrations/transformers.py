@@ -244,7 +244,7 @@ def attention_forward(
     chosen = chosen_keys(module, q, k, indices, block_indices)
     call = Call(q, k, v, pattern, position_bias, chosen, sinks, numbers)
     if rollouts is not None:
-        return attend_folded(call, attention_mask, lengths, rollouts), None
+        return attend_folded(call, attention_mask, lengths, position_ids, rollouts), None
     return attend(call, attention_mask, lengths, position_ids), None
 
 

@@ -115,14 +115,14 @@ def attend(call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids:
 
 
 def attend_folded(
-    call: Call, mask: Any, lengths: tuple[Any, ...] | None, rollouts: Folded
+    call: Call, mask: Any, lengths: tuple[Any, ...] | None, position_ids: Any, rollouts: Folded
 ) -> Tensor:
     """Attention of rollouts that `flashtile.fold` folded into the model's only row. Of the model's
     mask only the window counts: it was made for one sequence.
 
     Raises:
         NotImplementedError: an argument refers to the row as one sequence.
-        ValueError: the model has other tokens.
+        ValueError: the model has other tokens or positions.
     """
     if isinstance(mask, Tensor):
         mask = short_form(mask)
@@ -146,8 +146,18 @@ def attend_folded(
             f"rollouts: got {tuple(call.q.shape[:2])} queries and {call.k.shape[1]} keys, want "
             f"input_ids of shape (1, {tokens}), the folded tokens, and no cached ones"
         )
+    compiling = torch.compiler.is_compiling()
+    if isinstance(position_ids, Tensor) and not compiling:
+        if not once(mask, _are_positions, position_ids, rollouts.positions):
+            raise ValueError(
+                "position_ids: got others than those of the rollouts, want rollouts.positions[None]"
+            )
     window = once(mask, rollouts.spans, pattern.window_size)
     return _dense(call._replace(pattern=Pattern(), documents=window))
+
+
+def _are_positions(position_ids: Tensor, positions: Tensor) -> bool:
+    return torch.equal(position_ids.reshape(-1), positions.to(position_ids.dtype))
 
 
 def _restarts(call: Call, mask: Any, position_ids: Any) -> Tensor | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,16 @@ class Folded(NamedTuple):
         """The mask of the row, for ``mask=`` of a call without `causal` and `window_size`.
 
         Args:
-            window_size: as in `flashtile.attention`, counted along each rollout; -1 is unbounded.
+            window_size: (left, right), counted along each rollout; -1 is unbounded. A token sees
+                nothing after itself, whatever the right side.
+
+        Raises:
+            ValueError: a side is no int from -1 on.
         """
-        left = window_size[0]
+        for side in window_size:
+            if type(side) is not int or side < -1:
+                raise ValueError(f"window_size: got {window_size!r}, want two ints from -1 on")
+        left, _ = window_size
         if left < 0:
             return self.paths
         starts, stops = self.paths
@@ -94,7 +102,7 @@ def fold(rollouts: Sequence[Tensor | Sequence[int]]) -> Folded:
         The tree, on the device of the first rollout.
 
     Raises:
-        TypeError: a rollout is a tensor of other numbers than integers.
+        TypeError: a rollout holds other numbers than integers.
         ValueError: there is no rollout, or one has more than one dimension.
     """
     sequences = [_token_list(rollout) for rollout in rollouts]
@@ -110,8 +118,8 @@ def fold(rollouts: Sequence[Tensor | Sequence[int]]) -> Folded:
     # shares with any earlier one.
     previous: list[int] = []
     path: list[tuple[int, int]] = []
-    for index in sorted(range(len(sequences)), key=sequences.__getitem__):
-        sequence = sequences[index]
+    for i in sorted(range(len(sequences)), key=sequences.__getitem__):
+        sequence = sequences[i]
         pairs = zip(previous, sequence, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         path = _beginning(path, common)
@@ -128,7 +136,7 @@ def fold(rollouts: Sequence[Tensor | Sequence[int]]) -> Folded:
                 path.append((branch, branch + new))
             paths.append(list(path))
             lengths.append(new)
-        rows[index] = [row for start, stop in path for row in range(start, stop)]
+        rows[i] = [row for start, stop in path for row in range(start, stop)]
         previous = sequence
     first = rollouts[0]
     device = first.device if isinstance(first, Tensor) else None
@@ -172,7 +180,10 @@ def _spans(
 
 def _token_list(rollout: Tensor | Sequence[int]) -> list[int]:
     if not isinstance(rollout, Tensor):
-        return list(rollout)
+        try:
+            return [index(token) for token in rollout]
+        except TypeError as error:
+            raise TypeError(f"rollouts: want integers ({error})") from None
     if rollout.is_floating_point() or rollout.is_complex() or rollout.dtype == torch.bool:
         raise TypeError(f"rollouts: got dtype {rollout.dtype}, want integers, such as torch.int64")
     if rollout.dim() != 1:

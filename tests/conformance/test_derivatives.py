@@ -127,6 +127,12 @@ COMPOSITIONS: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
     "columns": lambda f: jacfwd(f)(X),
     "third": lambda f: grad(lambda x: (grad(lambda y: (grad(f)(y) * T).sum())(x) * T).sum())(X),
     "vectorised hessian": lambda f: torch.autograd.functional.hessian(f, X, vectorize=True),
+    "vectorised forward mode": lambda f: torch.autograd.functional.hessian(
+        f, X, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+    "vectorised jacobian": lambda f: torch.autograd.functional.jacobian(
+        f, X, vectorize=True, strategy="forward-mode"
+    ),
     "mapped": lambda f: vmap(lambda t: jvp(grad(f), (X,), (t,))[1])(torch.stack((T, X))),
 }
 

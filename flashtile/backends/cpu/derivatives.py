@@ -68,6 +68,8 @@ VALUES = {"v"}  # the only tangents that leave the scores alone
 def tangents(problem: AttentionProblem, operands: Operands, moved: Optional) -> Cotangents:
     """The tangents of out and lse, from those of the operands, `moved`."""
     w = _by_name(operands, moved)
+    if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in w.values()):
+        return _tangents_of_batches(problem, operands, w)
     dout, dlse = _zeros(operands, operands.q)
     dlse = dlse.to(lse_dtype(operands.q.dtype))
     with operands.q.device:  # of index tensors
@@ -78,6 +80,26 @@ def tangents(problem: AttentionProblem, operands: Operands, moved: Optional) -> 
                 segment.queries(dout)[:, :, m0:m1] = dO
                 segment.rows(dlse)[:, :, m0:m1] = dL
     return dout, dlse
+
+
+def _tangents_of_batches(problem: AttentionProblem, operands: Operands, w: Tensors) -> Cotangents:
+    """`tangents` in all directions of a batch, as `torch.autograd.functional.jacobian` makes them.
+    PyTorch maps few operations over such a batch, but all derivatives: the transpose of the
+    transpose of a linear function is the function.
+    """
+    x = _by_name(operands, operands)
+    zero = {name: torch.zeros_like(x[name]) for name in w}
+    zeros = _zeros(operands, x["q"])
+
+    def of_tile(tile: Tile) -> Cotangents:
+        def transposed(*c: Tensor) -> Tensors:
+            (gradients,) = vjp(lambda w: tile(x, w, False)[1], zero)[1](c)
+            return gradients
+
+        return vjp(transposed, *zeros)[1](w)
+
+    out, lse = _sum(of_tile, problem, operands, 2)
+    return out.to(operands.q.dtype), lse
 
 
 def tangents_derivative(

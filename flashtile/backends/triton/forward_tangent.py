@@ -1,7 +1,7 @@
 """Forward mode: the tangents of the output and of the log-sum-exp, one program per tile of queries.
 
-Read `backends/cpu/tangents.py` first: the same algorithm in plain PyTorch. The loop is that of dQ:
-P is recomputed from the log-sum-exp, and multiplied by the tangents of the scores,
+Read `attend` in `backends/cpu/derivatives.py` first: the same algorithm in plain PyTorch. The loop
+is that of dQ: P is recomputed from the log-sum-exp, and multiplied by the tangents of the scores,
 
     mu = rowsum(P * dS),    dO = (P * dS) V + P dV - mu O,    dL = mu.
 
