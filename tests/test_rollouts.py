@@ -228,7 +228,7 @@ def test_benchmark(tmp_path, capsys) -> None:
 def test_bad_windows_and_tokens() -> None:
     folded = fold([[1, 2, 3], [1, 4]])
     for window in ((-3, 0), (3, -2), (None, 0), (True, 0)):
-        with pytest.raises(ValueError, match="window_size: got .* want two ints from -1 on"):
+        with pytest.raises(ValueError, match=r"window_size: got .* want two ints from -1 on"):
             folded.spans(window)
     with pytest.raises(TypeError, match="rollouts: want integers"):
         fold([[1.2, 3.0]])

@@ -146,12 +146,11 @@ def attend_folded(
             f"rollouts: got {tuple(call.q.shape[:2])} queries and {call.k.shape[1]} keys, want "
             f"input_ids of shape (1, {tokens}), the folded tokens, and no cached ones"
         )
-    compiling = torch.compiler.is_compiling()
-    if isinstance(position_ids, Tensor) and not compiling:
-        if not once(mask, _are_positions, position_ids, rollouts.positions):
-            raise ValueError(
-                "position_ids: got others than those of the rollouts, want rollouts.positions[None]"
-            )
+    is_known = isinstance(position_ids, Tensor) and not torch.compiler.is_compiling()
+    if is_known and not once(mask, _are_positions, position_ids, rollouts.positions):
+        raise ValueError(
+            "position_ids: got others than those of the rollouts, want rollouts.positions[None]"
+        )
     window = once(mask, rollouts.spans, pattern.window_size)
     return _dense(call._replace(pattern=Pattern(), documents=window))
 
