@@ -124,7 +124,7 @@ def row_statistics_kernel(
     else:
         k_source = rows_base(k, key_row_of_batch(lengths, b), start_k, kv_head)
     pages = page_list(lengths, b)
-    row_max, row_sum = first_sums(sink_ptr, h, cfg)
+    row_max, row_sum = first_sums(sink_ptr, h, 0, cfg)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     weighted = tl.zeros([BLOCK_M], tl.float32)
 
