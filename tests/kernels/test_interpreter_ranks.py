@@ -61,10 +61,20 @@ forward, backward = alone(backend.forward), alone(backend.backward)
 SEEDS = range(40) if FULL else (0, 8, 12, 23)
 
 
+def dispatch_to(here: SimpleNamespace) -> SimpleNamespace:
+    """What `call.dispatch` says where only the backend `here` is."""
+    return SimpleNamespace(
+        select=select,
+        forced=lambda: None,
+        is_batch_invariant=lambda: False,
+        BACKENDS={"triton": here},
+    )
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_compute_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
     here = SimpleNamespace(forward=forward, backward=backward)
-    dispatch = SimpleNamespace(select=select, forced=lambda: None, BACKENDS={"triton": here})
+    dispatch = dispatch_to(here)
     monkeypatch.setattr(executor, "dispatch", dispatch)
     dtype = torch.float16
     case = Case(seed).rounded(dtype)
@@ -87,7 +97,7 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
         return forward(problem, *given)
 
     here = SimpleNamespace(forward=counted, backward=backward)
-    dispatch = SimpleNamespace(select=select, forced=lambda: None, BACKENDS={"triton": here})
+    dispatch = dispatch_to(here)
     monkeypatch.setattr(executor, "dispatch", dispatch)
     dtype, g = torch.float16, generator(seed)
     q, k, v, dout = (normal(g, 1, 96, heads, 16, dtype=dtype) for heads in (4, 2, 2, 4))
@@ -116,7 +126,7 @@ def test_one_sequence_in_one_piece_is_a_dense_batch(
 def test_ranks_decode_what_one_process_does(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Masks are spans of each rank's rows; kernels append and merge, too."""
     here = SimpleNamespace(forward=forward)
-    dispatch = SimpleNamespace(select=select, BACKENDS={"triton": here})
+    dispatch = dispatch_to(here)
     monkeypatch.setattr(decode, "dispatch", dispatch)
     monkeypatch.setattr(decode.append_formula, "append", alone(append_kernel.append))
     monkeypatch.setattr(decode.merge_op, "merge_parts", alone(merge_kernel.merge_parts))
