@@ -1,7 +1,7 @@
 """Derivatives in forward mode and second derivatives of causal attention, beside other ways.
 
     python -m benchmarks.derivatives                               # on a GPU
-    python -m benchmarks.derivatives --device cpu --tokens 2048 --heads 4 --dtypes float32
+    python -m benchmarks.derivatives --device cpu --tokens 2048 --heads 4 --dtype float32
 
 `jvp` has tangents of q, k and v. A double backward is the gradient of a gradient. The others are
 PyTorch's math backend, which keeps all scores, and `jvp-flash-attention` if it is installed, which
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--budget", type=float, default=1000, help="milliseconds for a size")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     form = "{:>8} {:>6} {:>9} {:>9} {:>20} {:>16} {:>10} {:>14}"
     print(form.format(*COLUMNS))
     lines = []
-    for dtype in args.dtypes:
+    for dtype in args.dtype:
         for tokens in args.tokens:
             sizes = tokens, args.heads, args.head_dim, getattr(torch, dtype)
             for line in measure(*sizes, args.device, args.budget):

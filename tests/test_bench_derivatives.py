@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_it_writes_a_line_for_each_pass(tmp_path, capsys):
     path = tmp_path / "derivatives.csv"
-    sizes = ["--tokens", "40", "--heads", "2", "--head-dim", "16", "--dtypes", "float32"]
+    sizes = ["--tokens", "40", "--heads", "2", "--head-dim", "16", "--dtype", "float32"]
     assert main([*sizes, "--device", "cpu", "--budget", "1", "--csv", str(path)]) == 0
     with path.open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
