@@ -73,7 +73,7 @@ def tangents(problem: AttentionProblem, operands: Operands, moved: Optional) -> 
     dout, dlse = _zeros(operands, operands.q)
     dlse = dlse.to(lse_dtype(operands.q.dtype))
     with operands.q.device:  # of index tensors
-        for segment, tiles in _segments(problem, operands):
+        for segment, tiles in segments_and_tiles(problem, operands):
             tp, along = _tile_problems(problem, operands, segment, {}, w)
             for m0, m1 in tiles:
                 _, (dO, dL) = attend(tp, along, set(w), m0, m1, wants_results=False)
@@ -169,14 +169,14 @@ def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Oper
     """The sum over the tiles, of which each has the first `n` of (out, lse)."""
     with operands.q.device:  # of index tensors
         total = of_tile(lambda x, w, _: (_zeros(operands, x["q"])[:n],) * 2)
-        for segment, tiles in _segments(problem, operands):
+        for segment, tiles in segments_and_tiles(problem, operands):
             for rows in tiles:
                 tile = partial(_tile, problem, operands, segment, rows, n)
                 total = tree_map(torch.add, total, of_tile(tile))
     return total
 
 
-def _segments(
+def segments_and_tiles(
     problem: AttentionProblem, operands: Operands
 ) -> Iterator[tuple[Segment, list[tuple[int, int]]]]:
     """The segments of a call, with the rows of their tiles."""

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from ...problem import DIFFERENTIABLE, AttentionProblem, Operands, lse_dtype
+from ...problem import AttentionProblem, Operands, lse_dtype
+from .derivatives import NAMES, segments_and_tiles
 from .launch import tile_problem
 from .plan import Plan
-from .segments import KeyRun, Segment, segments
+from .segments import KeyRun, Segment
 from .tiles import INFINITY, TileProblem, fold, keys_and_values, scores, unfold
-
-ROWS = 64  # of a tile, at least
-GPU_SCORES = 1 << 24  # of a tile on a GPU, if they are no fewer rows: it waits for the host
-NAMES = Operands._fields[:DIFFERENTIABLE]
 
 
 def measure(
@@ -77,11 +74,9 @@ def _tiles(
     problem: AttentionProblem, operands: Operands
 ) -> Iterator[tuple[Segment, TileProblem, tuple[int, int]]]:
     """Each segment, and the rows ``[m0, m1)`` of each of its tiles."""
-    for segment in segments(problem, operands):
+    for segment, tiles in segments_and_tiles(problem, operands):
         tp = _tile_problem(problem, operands, segment)
-        of_row = max(tp.Q.shape[0] * tp.Q.shape[1] * segment.mask.visibility.N, 1)
-        step = max(ROWS, GPU_SCORES // of_row if operands.q.is_cuda else 0)
-        for rows in segment.mask.query_tiles(step):
+        for rows in tiles:
             yield segment, tp, rows
 
 
