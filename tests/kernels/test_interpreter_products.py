@@ -87,11 +87,18 @@ def test_a_product_is_as_exact_as_float32(seed: int):
     assert ((products(x, y, "bf16x6") - truth).abs() <= 4 * 2**-23 * sizes).all()
 
 
+def rounded_to_11_bits(x: Tensor) -> Tensor:
+    """The nearest numbers with 11 bits; of two that are as near, the larger in magnitude."""
+    mantissa, exponent = torch.frexp(x.double())
+    nearest = mantissa.sign() * (mantissa.abs() * 2**11 + 0.5).floor()
+    return torch.ldexp(nearest, exponent - 11).float()
+
+
 def test_tf32_rounds_to_the_nearest_of_11_bits(seed: int):
     x, y = numbers(seed, SIZE, SIZE), numbers(seed + 1, SIZE, SIZE)
-    x[0, :3] = torch.tensor([1 + 2**-10, 1 + 2**-11 + 2**-23, -1 - 2**-12])
-    rounded = [torch.ldexp((m * 2**11).round(), e - 11) for m, e in map(torch.frexp, (x, y))]
-    assert rounded[0][0, :3].tolist() == [1 + 2**-10, 1 + 2**-10, -1.0]
+    x[0, :4] = torch.tensor([1 + 2**-10, 1 + 2**-11 + 2**-23, -1 - 2**-12, -1 - 2**-11])
+    rounded = rounded_to_11_bits(x), rounded_to_11_bits(y)
+    assert rounded[0][0, :4].tolist() == [1 + 2**-10, 1 + 2**-10, -1.0, -1 - 2**-10]
     assert torch.equal(products(x, y, "tf32"), products(*rounded, "ieee"))
 
 
