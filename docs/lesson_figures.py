@@ -27,7 +27,7 @@ from matplotlib.patches import Polygon
 from torch import Tensor
 
 from examples.learn import traffic
-from flashtile.ops.quantize.hadamard import rotation
+from flashtile.ops.quantize.formula import rotation
 
 
 def memories() -> Figure:

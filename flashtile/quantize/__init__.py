@@ -1,7 +1,6 @@
 """Attention in 8 bits: quantise tensors to float8, and attend to them."""
 
-from ..ops.quantize.formula import Quantized
-from ..ops.quantize.hadamard import rotation
+from ..ops.quantize.formula import Quantized, rotation
 from .attend import attention_fp8
 from .tensors import quantize_qkv
 

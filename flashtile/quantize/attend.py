@@ -22,8 +22,7 @@ from ..call.options import (
 )
 from ..call.prepare import ends_graph, outside_of_graphs, prepare, read, with_dropout_seed
 from ..operators import ops
-from ..ops.quantize.formula import Recipe, Rows, dequantized
-from ..ops.quantize.hadamard import rotation
+from ..ops.quantize.formula import Recipe, Rows, dequantized, rotation
 from ..problem import (
     DIFFERENTIABLE,
     FLOAT8_KEY_BLOCK,

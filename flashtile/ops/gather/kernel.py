@@ -84,7 +84,7 @@ def gather_launch(
 
 
 def gather_pages(k: Tensor, v: Tensor, page_table: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """`formula.gather_pages`; the unused pages are neither read nor written."""
+    """`op.gather_pages`; the unused pages are neither read nor written."""
     batch, columns = page_table.shape
 
     def allocators() -> list[NewTensor]:

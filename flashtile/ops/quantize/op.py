@@ -14,8 +14,17 @@ from ...lru import memoised
 from ...problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from ..rotary import op as rotary_op
 from . import formula
-from .formula import E4M3, ROW_STEP, Quantized, Recipe, Rows, keys_adjacent_like, means_of, shared
-from .hadamard import rotation
+from .formula import (
+    E4M3,
+    ROW_STEP,
+    Quantized,
+    Recipe,
+    Rows,
+    keys_adjacent_like,
+    means_of,
+    rotation,
+    shared,
+)
 
 # The quantising kernel runs on the GPUs that have a kernel for float8 attention.
 CAPABILITY = (9, 0)
