@@ -25,8 +25,8 @@ from flashtile.call.prepare import describe
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.distributed import executor, partition
 from flashtile.distributed.arguments import UsedTokens
+from flashtile.distributed.executor import Plan
 from flashtile.distributed.partition import ShardMap, Work
-from flashtile.distributed.plan import Plan
 from flashtile.distributed.schedule import schedule, steps_of
 from flashtile.distributed.strategy import Strategy
 from flashtile.problem import AttentionProblem, Operands, Options

@@ -18,7 +18,7 @@ from ..testing import attention_reference, attention_varlen_reference
 from ..testing.error_model import floor_of, rounding_variance
 from ..testing.tolerance import allowed_error, assert_close, plain_dtype
 from .arguments import SCORE_MASKS, has_rows, score_bias
-from .consistency import all_gather_objects
+from .collectives import all_gather_objects
 from .layout import Layout
 
 Results = dict[str, Tensor]

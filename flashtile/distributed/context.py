@@ -37,13 +37,17 @@ from .arguments import (
     with_program,
 )
 from .buffers import indices
-from .collectives import Communicator, ProcessCommunicator, connect
-from .consistency import MOST_SIGNATURES, VerifiedCalls
+from .collectives import (
+    MOST_SIGNATURES,
+    Communicator,
+    ProcessCommunicator,
+    VerifiedCalls,
+    connect,
+)
 from .decode import Decoder
-from .executor import attend, is_recomputing
+from .executor import Plan, attend, is_recomputing, plan_of
 from .layout import Layout
 from .partition import Mask, Work, is_divided, repeated
-from .plan import Plan, plan_of
 from .strategy import (
     Machine,
     Number,

@@ -29,8 +29,7 @@ from ..ops.append import op as append_op
 from ..ops.merge import op as merge_op
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .arguments import Qkv, call_signature, missing, shapes
-from .collectives import Communicator, connect
-from .consistency import VerifiedCalls, verify_across_ranks
+from .collectives import Communicator, VerifiedCalls, connect, verify_across_ranks
 from .layout import Layout
 
 KV = tuple[Tensor, Tensor]

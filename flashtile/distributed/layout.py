@@ -15,8 +15,7 @@ from torch import Tensor
 from .. import current_layout
 from ..lru import Memo
 from .buffers import stream_of
-from .collectives import Communicator
-from .consistency import MOST_SIGNATURES, VerifiedCalls
+from .collectives import MOST_SIGNATURES, Communicator, VerifiedCalls
 from .partition import ShardMap
 
 PLANS = 128  # of a layout; some have tensors with a number for each token

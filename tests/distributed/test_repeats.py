@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backends import cpu
-from flashtile.distributed import ContextParallel, consistency, executor
+from flashtile.distributed import ContextParallel, collectives, executor
 from flashtile.testing import generator
 from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
@@ -138,7 +138,7 @@ def test_what_a_layout_remembers_is_bounded_and_can_be_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But not what the ranks have compared: one rank alone may empty its caches."""
-    monkeypatch.setattr(consistency, "MOST_SIGNATURES", 3)
+    monkeypatch.setattr(collectives, "MOST_SIGNATURES", 3)
 
     def one_rank(comm: ThreadCommunicator) -> list[int]:
         parallel = ContextParallel.over(comm)
