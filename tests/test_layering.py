@@ -85,7 +85,6 @@ HAS_TRITON = (
     "dropout",
     "launch",
     "launch_cache",
-    "compilation",
 )
 
 # The folders inside one backend: what each of them may import from.

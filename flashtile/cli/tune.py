@@ -23,7 +23,6 @@ import torch
 from ..backends.triton import plan
 from ..call.layouts import Cached, Dense
 from ..call.prepare import describe
-from ..gpu import tuned
 from ..gpu.described import AbsentGpu, current_target
 from ..gpu.hardware import multiprocessors
 from ..problem import AttentionProblem
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         print("flashtile tune: no CUDA device here; tiles are measured on the GPU that uses them")
         return 1
     started = time.monotonic()
-    dtype, folder = getattr(torch, args.dtype), args.output or tuned.folder()
+    dtype, folder = getattr(torch, args.dtype), args.output or plan.tuned_folder()
     gpu = AbsentGpu(torch.cuda.get_device_capability(), multiprocessors(torch.device("cuda")))
     name = plan.architecture(gpu.capability)
     every = [x for dim in args.head_dim for call in args.calls for x in in_use(name, dim, call)]
@@ -179,7 +178,7 @@ def compile_candidate(
     candidate: Candidate, length: int, dtype: torch.dtype, gpu: AbsentGpu
 ) -> None:
     """Compile the kernels of a candidate, without a GPU of this process."""
-    from ..gpu.compilation import compiling_for
+    from ..gpu.launch import compiling_for
 
     with compiling_for(gpu, lambda key: True):
         for is_second in (False, True):
@@ -299,7 +298,7 @@ def write(tiles: dict[str, list[int]], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
     path = folder / (re.sub(r"\W+", "-", device) + ".json")
-    earlier = tuned.read(path).tiles if path.is_file() else {}
+    earlier = plan.read_tuned(path).tiles if path.is_file() else {}
     content = {
         "device": device,
         "capability": torch.cuda.get_device_capability(),

@@ -182,7 +182,7 @@ def make(call: Call | Combination, device: str) -> None:
 
 def kernels_of(call: Call | Combination, gpu: AbsentGpu) -> list[str]:
     """The keys in Triton's cache of the kernels that a call needs on a GPU that is not here."""
-    from ..gpu.compilation import compiling_for
+    from ..gpu.launch import compiling_for
 
     keys: list[str] = []
     with compiling_for(gpu, keys.append):
@@ -192,7 +192,7 @@ def kernels_of(call: Call | Combination, gpu: AbsentGpu) -> list[str]:
 
 def compile_one(kernel: tuple[str, Call | Combination], gpu: AbsentGpu) -> None:
     """Compile the kernel of a call that has a key in Triton's cache."""
-    from ..gpu.compilation import compiling_for
+    from ..gpu.launch import compiling_for
 
     key, call = kernel
     with compiling_for(gpu, key.__eq__):

@@ -28,9 +28,8 @@ from triton import knobs
 from triton.runtime import driver
 
 from ..lru import Memo, memoised
-from .compilation import compile_together
 from .described import described_launches
-from .launch import Launch, ordered
+from .launch import Launch, compile_together, ordered
 from .memory import NewTensor
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 

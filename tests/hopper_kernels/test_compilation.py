@@ -20,7 +20,7 @@ from triton import knobs
 
 from flashtile import attention, attention_varlen, clear_caches
 from flashtile.distributed import ContextParallel
-from flashtile.gpu import compilation, described, launch_cache
+from flashtile.gpu import described, launch, launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.gpu.launch_cache import run_all
 
@@ -125,7 +125,7 @@ def test_launchers_are_made_at_the_same_time(driver, monkeypatch):
 
 
 def test_a_parser_that_fails_in_a_thread_is_asked_again(driver, monkeypatch):
-    """As Python's own may: see `compilation._compile`."""
+    """As Python's own may: see `launch._compile`."""
     compile_, failures = Launch.compile, []
 
     def fails_once(launch: Launch) -> Any:
@@ -158,7 +158,7 @@ def test_an_error_has_its_own_message_and_leaves_no_trace(driver, monkeypatch):
 def test_known_kernels_start_no_thread(driver, monkeypatch):
     both, x = kernels(), torch.zeros(16)
     call(both, x)
-    monkeypatch.setattr(compilation, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(launch, "ThreadPoolExecutor", None)
     watch = Watch(monkeypatch)
     with driver.launches() as made:
         call(both, x, n=7)
@@ -227,7 +227,7 @@ def test_all_kernels_of_a_call_over_ranks_compile_together(driver, monkeypatch, 
         return ThreadPoolExecutor(count, *rest)
 
     monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **_: made.append(src.name))
-    monkeypatch.setattr(compilation, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(launch, "ThreadPoolExecutor", pool)
     x = torch.randn(1, 256, 2, 96, dtype=torch.float16, requires_grad=True)
     with as_if_on_a_gpu():
         parallel = ContextParallel.over(SilentCommunicator(1, 2), stages=2)
@@ -239,9 +239,9 @@ def test_all_kernels_of_a_call_over_ranks_compile_together(driver, monkeypatch, 
 
 
 def test_the_backward_of_a_known_forward_is_not_described(driver, monkeypatch):
-    monkeypatch.setattr(compilation, "launches_of_next_pass", None)
+    monkeypatch.setattr(launch, "launches_of_next_pass", None)
     both, x = kernels(), torch.zeros(16)
-    monkeypatch.setattr(compilation._known, "get", lambda variant: True)
+    monkeypatch.setattr(launch._known, "get", lambda variant: True)
     call(both, x)
 
 

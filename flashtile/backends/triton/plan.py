@@ -6,15 +6,18 @@ Pure Python: nothing here imports Triton, so that `explain` works where Triton i
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ...dropout import random_bits
-from ...gpu import hardware, tuned
+from ...gpu import hardware
 from ...gpu.memory import MAX_SPLITS, MOST_PART_ROWS
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
@@ -427,13 +430,63 @@ def column_of(head_dim: int) -> int:
     return next(size for size in (64, 128, 256, 512) if head_dim <= size or size == MAX_HEAD_DIM)
 
 
+# The files of tiles that `flashtile tune` has measured: one for each name of a GPU.
+#
+# A file is used only on GPUs of its name, because those of one architecture differ in the numbers
+# that decide which tile is fastest: multiprocessors, memory and clocks of an H100 and an H200, of
+# an A10 and an RTX 3090. Machines of a cluster that share a folder each find their own.
+
+
+class Tuned(NamedTuple):
+    """What a file says."""
+
+    path: Path
+    device: str  # PyTorch's name of the GPU that it was measured on
+    capability: tuple[int, int]
+    tiles: dict[str, list[int]]  # {kind, head dim and pass: tile}
+
+
+def tuned_folder() -> Path:
+    """The folder that `flashtile tune` writes to: FLASHTILE_CACHE, or the user's cache folder."""
+    chosen = os.environ.get("FLASHTILE_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "flashtile"
+
+
+@memoised(1)
+def tuned_files() -> tuple[Tuned, ...]:
+    """All files in `tuned_folder`."""
+    return tuple(read_tuned(path) for path in sorted(tuned_folder().glob("*.json")))
+
+
+def read_tuned(path: Path) -> Tuned:
+    """One file.
+
+    Raises:
+        ValueError: it is damaged, or of a version that did not tell GPUs of an architecture apart.
+    """
+    try:
+        found = json.loads(path.read_text())
+        major, minor = found["capability"]
+        tiles = {name: [*map(int, tile)] for name, tile in found["tiles"].items()}
+        if any(len(tile) != 4 or min(tile) < 1 for tile in tiles.values()):
+            raise ValueError("a tile is not four positive numbers")
+        return Tuned(path, found["device"], (major, minor), tiles)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no file of this version's `flashtile tune` ({error!r}): delete it"
+        ) from error
+
+
 @memoised(8)
 def measured_tiles(name: str) -> dict[str, list[int]]:
     """The tiles that `flashtile tune` found, {kind, head dim and pass: tile}, for a name in `HALF`:
     of the GPUs here that use it, if all of them have the device name of one file.
     """
     here = {device for device, known in hardware.gpus() if architecture(known) == name}
-    return next((file.tiles for file in tuned.files() if {file.device} == here), {})
+    return next((file.tiles for file in tuned_files() if {file.device} == here), {})
 
 
 def architecture(capability: tuple[int, int] | None) -> str:
@@ -486,7 +539,7 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
         device = device_name(problem)
         lines.append(f"untested: the kernels compile for {device}, but have never run on it")
     name = architecture(problem.capability)
-    for file in tuned.files():
+    for file in tuned_files():
         if architecture(file.capability) == name:
             is_used = file.tiles is measured_tiles(name)
             state = "used" if is_used else "ignored here, where `flashtile tune` can measure others"
