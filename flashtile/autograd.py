@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from . import backends, flops
+from . import backends
 from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .gpu.described import followed_by
 from .invariance_check import check_bits, checks_everything
-from .operators import library, ops, register_fake
+from .operators import library, ops, register_fake, register_flops_when_counting
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -123,7 +123,7 @@ def attend(
     ):
         options = problem.options
         if not compiling:
-            flops.register_when_counting()
+            register_flops_when_counting()
         if transforms or forward_mode or problem.needs_grad:
             function = AttentionFunction if compiling else DualAttention
             return function.apply(*operands, *options)
@@ -297,7 +297,7 @@ def _probabilities(*args: Any) -> Tensor:
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
-    flops.register_when_counting()  # of a graph, whose operations no function here calls
+    register_flops_when_counting()  # of a graph, whose operations no function here calls
     operands = Operands(*args[:INPUTS])
     q, v = operands.q, operands.v
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))
@@ -436,7 +436,7 @@ def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[
     # Compiled graphs reject double backward themselves, and cannot trace a Function in a backward.
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        flops.register_when_counting()
+        register_flops_when_counting()
     derivative = ops.attention_backward if compiling else AttentionBackwardFunction.apply
     gradients = derivative(*given)
     needed = needed[:DIFFERENTIABLE]

@@ -63,8 +63,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     # What all units above share: the description of a call, its mask, its dropout, its options.
     ("problem",),
     ("score_mod",),
-    ("masks", "dropout", "flops", "lazy", "lru"),
-    ("gpu.described", "current_layout", "kernel_hints", "operators"),
+    ("masks", "dropout", "lazy", "lru"),
+    ("gpu.described", "current_layout", "operators"),
     ("autocast",),
 )
 # The units that may import from the package of the backends, which loads them.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import flashtile
-from flashtile import flops
+from flashtile import operators
 from flashtile.backends import cpu
 from flashtile.problem import Operands, Options
 from flashtile.testing import attention_reference, generator, normal, qkv
@@ -197,7 +197,7 @@ class TestFlops:
         assert inside.get_total_flops() == without.get_total_flops() > 0
 
     def test_of_a_program_that_was_exported_before_any_call(self, monkeypatch):
-        monkeypatch.setattr(flops, "_registered", False)
+        monkeypatch.setattr(operators, "_flops_are_registered", False)
         for op in [op for op in flop_registry if str(op).startswith("flashtile.")]:
             monkeypatch.delitem(flop_registry, op)
 

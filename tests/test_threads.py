@@ -16,7 +16,7 @@ from interruptions import interrupted
 from torch import Tensor
 
 import flashtile
-from flashtile import flops
+from flashtile import operators
 from flashtile.layers import rotary
 from flashtile.layers.rotary import RotaryEmbedding
 from flashtile.testing import cu_seqlens, generator, normal
@@ -151,10 +151,10 @@ def test_flop_formulas_are_registered_after_a_first_call_that_failed(monkeypatch
         registered.append("done")
 
     monkeypatch.setitem(sys.modules, "torch.utils.flop_counter", object())
-    monkeypatch.setattr(flops, "_registered", False)
-    monkeypatch.setattr(flops, "_register", register)
+    monkeypatch.setattr(operators, "_flops_are_registered", False)
+    monkeypatch.setattr(operators, "_register_flops", register)
     with pytest.raises(ImportError):
-        flops.register_when_counting()
+        operators.register_flops_when_counting()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: flops.register_when_counting(), range(8)))
+        list(pool.map(lambda _: operators.register_flops_when_counting(), range(8)))
     assert registered == ["failed", "done"]

@@ -7,6 +7,7 @@ tensors on a GPU they run only with ``FLASHTILE_CHECK=1``.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,8 @@ from ..problem import (
     output_dtype,
 )
 from .layouts import Cached, Layout, Packed
+
+_hints = logging.getLogger("flashtile.hints")
 
 # One tensor: its type, dtype, rank, shape and device.
 
@@ -231,6 +234,20 @@ def performance_hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any, q:
         raise ValueError(f"sm_margin: got {sm_margin}, want at least 0 multiprocessors")
     if scheduler_metadata is not None:
         tensor("scheduler_metadata", scheduler_metadata, dtypes=(torch.int32,), like=q)
+
+
+def ignored(owner: str, **arguments: object) -> None:
+    """Name the arguments that were given, that is all but False, 0 and None, in the log
+    ``flashtile.hints``. They select a kernel of flash_attn or xFormers, or what is kept for the
+    backward: they change no result, and nothing reads them.
+
+    ::
+
+        logging.getLogger("flashtile.hints").setLevel(logging.INFO)
+    """
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value)
+    if given:
+        _hints.info("%s: ignored %s, which selects a kernel", owner, given)
 
 
 # Queries, keys and values together: dense, packed or paged.

@@ -10,8 +10,6 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ..kernel_hints import OPERATOR_BASES, OPERATOR_PAIRS, OPERATORS
-
 
 class RealPackageError(RuntimeError):
     """What flashtile is to stand in for is there itself."""
@@ -145,9 +143,51 @@ FLASH_ATTN_4 = Package(
 
 PACKAGES: tuple[Package, ...] = (FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4)
 
+# Kernels of xFormers, which ``op=`` selects there. They are hints: no result changes.
+
+
+class AttentionOpBase:
+    """A kernel of xFormers, which ``op=`` selects."""
+
+
+class AttentionFwOpBase(AttentionOpBase):
+    """Of the forward."""
+
+
+class AttentionBwOpBase(AttentionOpBase):
+    """Of the backward."""
+
+
+_OPERATOR_BASES = {
+    base.__name__: base for base in (AttentionOpBase, AttentionFwOpBase, AttentionBwOpBase)
+}
+_KERNELS = ("ck", "ck_splitk", "cutlass", "cutlass_blackwell", "flash", "flash3", "triton_splitk")
+_OPERATORS = {
+    family: {
+        "FwOp": type(f"{family}.FwOp", (AttentionFwOpBase,), {}),
+        "BwOp": type(f"{family}.BwOp", (AttentionBwOpBase,), {}),
+    }
+    for family in _KERNELS
+}
+_PAIRS = {
+    "Ck": ("ck", "ck"),
+    "Cutlass": ("cutlass", "cutlass"),
+    "CutlassBlackwell": ("cutlass_blackwell", "cutlass_blackwell"),
+    "CutlassFwdFlashBw": ("cutlass", "flash"),
+    "FlashAttention": ("flash", "flash"),
+    "SplitKCk": ("ck_splitk", "ck"),
+}
+_OPERATOR_PAIRS = {
+    "AttentionOp": tuple[type[AttentionFwOpBase] | None, type[AttentionBwOpBase] | None],
+    **{
+        f"MemoryEfficientAttention{name}Op": (_OPERATORS[fw]["FwOp"], _OPERATORS[bw]["BwOp"])
+        for name, (fw, bw) in _PAIRS.items()
+    },
+}
+
 _XFORMERS_OPS = Contents(
     ("integrations.xformers_attn_bias", "integrations.xformers_ops"),
-    constants=(*OPERATOR_BASES.items(), *OPERATOR_PAIRS.items()),
+    constants=(*_OPERATOR_BASES.items(), *_OPERATOR_PAIRS.items()),
 )
 
 XFORMERS = Package(
@@ -163,11 +203,11 @@ XFORMERS = Package(
         "xformers.ops.fmha": _XFORMERS_OPS,
         "xformers.ops.fmha.attn_bias": Contents(("integrations.xformers_attn_bias",)),
         "xformers.ops.fmha.common": Contents(
-            ("integrations.xformers_attn_bias",), ("AttentionBias",), (*OPERATOR_BASES.items(),)
+            ("integrations.xformers_attn_bias",), ("AttentionBias",), (*_OPERATOR_BASES.items(),)
         ),
         **{
             f"xformers.ops.fmha.{family}": Contents(constants=(*operators.items(),))
-            for family, operators in OPERATORS.items()
+            for family, operators in _OPERATORS.items()
         },
     },
 )

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..api import attention, attention_varlen
+from ..call.checks import ignored
 from ..call.layouts import Dense, Packed
 from ..call.packing import as_packed
 from ..combine import flash_attn_combine
 from ..flash_attn_2_cuda import gradients
-from ..kernel_hints import ignored
 from ..layers.activations import swiglu as gated
 from .xformers_attn_bias import QKV, VARLEN_BIASES, AttentionBias
 

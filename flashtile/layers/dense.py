@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 from .activations import (
     gelu_approx,
     get_triton_activation_bwd_kernel,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 
 
 class PatchEmbed(nn.Module):

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bert_padding import pad_input, unpad_input
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 from ..losses.cross_entropy import CrossEntropyLoss
 from ..modules.block import Block
 from ..modules.embedding import BertEmbeddings

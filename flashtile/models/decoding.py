@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 from ..modules.inference import InferenceParams
 from .generation import CapturedStep, generate, sample
 

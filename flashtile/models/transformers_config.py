@@ -2,14 +2,14 @@
 flash-attn's additions.
 
 ``flash_attn.models.gpt`` reads attributes that transformers' ``GPT2Config`` does not declare.
-Attributes that only choose a kernel change no result; they are named as `kernel_hints` says.
+Attributes that only choose a kernel change no result; `checks.ignored` names them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 
 _KERNELS = """
     use_flash_attn fused_mlp fused_bias_fc fused_dense_sqrelu_dense fused_dropout_add_ln

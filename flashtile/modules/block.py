@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 from .mha import MHA
 from .mlp import Mlp
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import current_layout
 from ..api import attention_with_kvcache
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 from ..layers.rotary import RotaryEmbedding, apply_rotary_emb
 from ..layers.tensor_parallel import Group, get_dim_for_local_rank, linears, local_size
 from .alibi import alibi_slopes

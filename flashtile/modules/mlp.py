@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernel_hints import ignored
+from ..call.checks import ignored
 from ..layers.activations import squared_relu
 from ..layers.dense import MLP_ACTIVATIONS
 from ..layers.tensor_parallel import Group, linears, reduce_scatter, shared
