@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.masks import block_tiles
+from flashtile.masks import block_mask
 from flashtile.testing import generator, qkv
 
 SIZES = [((1, 1), (1, 1)), ((5, 7), (2, 4)), ((6, 4), (3, 2)), ((3, 300), (128, 128))]
@@ -41,15 +41,15 @@ def from_dense_function(dense, tile_size):
 @pytest.mark.parametrize(("lengths", "tile_size"), SIZES, ids=str)
 @pytest.mark.parametrize("lead", [(1, 1), (2, 3)], ids=str)
 def test_from_function(lengths, tile_size, lead, seed, monkeypatch):
-    monkeypatch.setattr(block_tiles, "CPU_ELEMENTS", 3 * tile_size[0] * tile_size[1])
+    monkeypatch.setattr(block_mask, "CPU_ELEMENTS", 3 * tile_size[0] * tile_size[1])
     dense = random_dense(seed, lengths, lead)
     check(from_dense_function(dense, tile_size), dense, tile_size)
 
 
 def test_few_tiles_are_evaluated_at_once(monkeypatch):
-    monkeypatch.setattr(block_tiles, "CPU_ELEMENTS", 64)
+    monkeypatch.setattr(block_mask, "CPU_ELEMENTS", 64)
     seen = []
-    evaluated = block_tiles.function_of_tiles
+    evaluated = block_mask.function_of_tiles
 
     def counted(*asked):
         evaluate = evaluated(*asked)

@@ -1,7 +1,6 @@
 """Masks: the one rule of visible keys (`rules`), block masks, masks as spans, folded rollouts."""
 
-from .block_mask import BlockMask
-from .block_tiles import EMPTY, FULL, PARTIAL
+from .block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from .rollouts import Folded, fold
 from .rules import (
     WIDEST,

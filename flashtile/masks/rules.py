@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .block_tiles import EMPTY, FULL, PARTIAL
+from .block_mask import EMPTY, FULL, PARTIAL
 
 Span = tuple[int, int]  # [start, stop)
 

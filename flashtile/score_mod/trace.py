@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 from ..autocast import autocast_off
-from ..masks.block_tiles import READ_NUMBERS
+from ..masks.block_mask import READ_NUMBERS
 from .convert import Root, convert
 from .record import Recorder, recording
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from .cache_reference import (
-    CacheReference,
-    attention_with_kvcache_reference,
-    combine_reference,
-    rotate,
-)
 from .error_model import attention_in_float8, combine_variance, floor_of, rounding_variance
 from .inputs import (
     DTYPES,
@@ -28,11 +22,15 @@ from .inputs import (
     tile_kinds,
 )
 from .reference import (
+    CacheReference,
     Reference,
     attention_reference,
     attention_varlen_reference,
+    attention_with_kvcache_reference,
+    combine_reference,
     dense_block_mask,
     dense_spans,
+    rotate,
     visible_keys,
 )
 from .tolerance import (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....lru import Memo
 from ....masks import FULL, PARTIAL
-from ....masks.block_tiles import SPARE_MARKS
+from ....masks.block_mask import SPARE_MARKS
 from ....problem import AttentionProblem, Operands
 
 MOST_ELEMENTS = 2**26  # of a mask, looked at together

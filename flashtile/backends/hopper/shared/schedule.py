@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from ....gpu.dropout import BLOCK_KEYS
 from ....gpu.intrinsics import let_next_kernel_start
-from ....masks import block_tiles
+from ....masks import block_mask
 from .pipeline import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -574,7 +574,7 @@ def batch_of(b, cu_seqlens):
 # the log-sum-exp +inf in the backward.
 
 
-SPARE_MARKS = gl.constexpr(block_tiles.SPARE_MARKS)
+SPARE_MARKS = gl.constexpr(block_mask.SPARE_MARKS)
 
 
 class Kept(NamedTuple):
