@@ -116,6 +116,15 @@ def test_a_failed_check_fails_the_demo(arguments, capsys, monkeypatch):
     assert "These checks FAILED: loss, memory, padded batch." in capsys.readouterr().out
 
 
+def test_ctrl_c_ends_with_one_line(capsys, monkeypatch):
+    def stopped(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show, "show", stopped)
+    assert demo.main([]) == 130
+    assert capsys.readouterr().out.strip().startswith("demo: stopped")
+
+
 def test_standard_attention_that_does_not_fit(arguments, capsys, monkeypatch):
     """It is left out, and the others are measured."""
     too_much = layer.standard_bytes(1024)

@@ -67,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     except MissingInputError as error:
         print(f"demo: {error}")
         return 2
+    except KeyboardInterrupt:
+        print("\ndemo: stopped before the end; nothing was written")
+        return 130
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _draw_guides(axis: Any, layers: layer.Layers, direction: str) -> None:
         peak = cast(float, last[name].peak_mib)
         guide = [peak * (length / last[name].length) ** power for length in lengths]
         axis.plot(lengths, guide, ":", color="black", linewidth=1, zorder=0)
-        middle = (lengths[-3] * lengths[-2]) ** 0.5
+        middle = (lengths[-2] * lengths[-1]) ** 0.5
         height = peak * (middle / last[name].length) ** power
         axis.annotate(
             f"grows as {label}",
