@@ -16,6 +16,7 @@ from .call import checks, shared_prefix
 from .call.cached import append_and_attend, append_and_measure
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
+from .call.key_lists import packed_lists
 from .call.layouts import DENSE, Cached, Layout
 from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
 from .call.packing import as_batch, as_packed, tokens
@@ -88,6 +89,11 @@ def attention(
         sink: (heads,), the logit of one additional key per head whose value is 0: it only adds to
             the softmax's denominator. Has a gradient.
         block_mask: `BlockMask`, or FlexAttention's; its empty tiles are skipped.
+        key_blocks: (batch, kv_heads or 1, ceil(seq_q / q_block), top) int32, the blocks of keys
+            that each block of queries sees, -1 for none; other masks hide more. The lists stay on
+            their device. An index out of range or twice in a list is an error on a CPU and with
+            ``FLASHTILE_CHECK=1``; elsewhere the first lists nothing, the second counts once.
+        block_size: (q_block, k_block), queries and keys of a block of `key_blocks`.
         mask: `Spans`, one to eight intervals of visible keys for each query, in memory that grows
             with the number of queries.
         score_mod: function (score, b, h, i, j) -> score, as in FlexAttention, of the scaled and
@@ -188,6 +194,8 @@ def attention_varlen(
             must be ints.
         bias: broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k), indexed from each sequence's
             start; with `page_table`, its last size is at most the tokens in a row of pages.
+        key_blocks: (1, kv_heads or 1, blocks, top) int32 for packed queries: the lists of each
+            sequence, whose blocks of queries and keys count from its start, one after the other.
         seqused_q, seqused_k: (batch,) int32, number of valid tokens of each sequence, counted from
             its start; the others are padding.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
@@ -208,6 +216,8 @@ def attention_varlen(
     qkv, qv, layout, padded = as_packed(q, k, v, options.get("qv"), *lengths, page_table)
     if padded is not None and qv is not None:
         options = {**options, "qv": qv}
+    if padded is not None and options.get("key_blocks") is not None:
+        options = {**options, "key_blocks": packed_lists(options["key_blocks"], q.shape[0])}
     mask = options.get("mask")
     if padded is not None and mask is not None:
         checks.spans(mask, q)

@@ -30,7 +30,7 @@ from ..problem import (
     Options,
     output_dtype,
 )
-from .layouts import Cached, Layout, Packed
+from .layouts import Cached, Dense, Layout, Packed
 
 _hints = logging.getLogger("flashtile.hints")
 
@@ -310,6 +310,19 @@ def qkv(
             f"{name_k}: got {k.shape[-2]} heads, want a divisor of {q.shape[-2]}, the heads of "
             f"{name_q}"
         )
+
+
+def tensors_of_layout(q: Any, k: Any, v: Any, layout: Layout) -> Layout:
+    """Check queries, keys and values and what locates them; the layout with checked lengths."""
+    if isinstance(layout, Dense):
+        dense(q, k, v)
+    elif isinstance(layout, Packed):
+        packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            layout = layout._replace(**{name: length(name, getattr(layout, name))})
+    else:
+        cached(q, k, v, layout)
+    return layout
 
 
 def dense(q: Any, k: Any, v: Any) -> None:
@@ -733,6 +746,47 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
                 f"{other}: got {'None' if y is None else 'shape ' + shape_of(y)}, want per-block "
                 f"scales because {name} has them"
             )
+
+
+def key_list(name: str, x: Any, q: Tensor, sizes: tuple[int, int, int | None]) -> None:
+    """Check lists of keys, or of blocks of them, for queries `q`.
+
+    Args:
+        sizes: (batch, key heads, lists), the first three sizes of `x`, of which the first two may
+            be 1; None for any number of lists.
+    """
+    dims = "batch, kv_heads, blocks of queries, top"
+    tensor(name, x, dims=dims, dtypes=(torch.int32,), like=q)
+    batch, heads, lists = sizes
+    fits = broadcasts_to(x.shape[:2], (batch, heads))
+    if not fits or (lists is not None and x.shape[2] != lists):
+        count = "any number" if lists is None else lists
+        raise ValueError(
+            f"{name}: got shape {shape_of(x)}, want (1 or {batch}, 1 or {heads}, {count}, top): "
+            f"({dims})"
+        )
+
+
+def key_list_values(name: str, x: Tensor, size: int, lists: int | None) -> None:
+    """Check that lists of indices below `size`, -1 for none, have no index twice, and that there
+    are `lists` of them, if given.
+    """
+    if lists is not None and x.shape[2] != lists:
+        raise ValueError(
+            f"{name}: got {x.shape[2]} lists, want {lists}, one for each block of each sequence"
+        )
+    if x.numel() == 0:
+        return
+    if int(x.min()) < -1 or int(x.max()) >= size:
+        raise ValueError(
+            f"{name}: got values from {int(x.min())} to {int(x.max())}, want -1 (none) to "
+            f"{size - 1}"
+        )
+    sorted_lists = x.sort(-1).values
+    twice = (sorted_lists.diff() == 0) & (sorted_lists[..., 1:] >= 0)
+    if bool(twice.any()):
+        index = int(sorted_lists[..., 1:][twice][0])
+        raise ValueError(f"{name}: got {index} twice in one list, want each index once")
 
 
 # Masks of other kinds, and the arguments that take them.

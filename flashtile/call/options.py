@@ -139,15 +139,24 @@ class PaddedMaskOptions(TypedDict, total=False):
     key_padding_mask: Annotated[Tensor | None, MASK]
 
 
-class AttentionOptions(TrainingOptions, PaddedMaskOptions, total=False):
+class ListedOptions(TypedDict, total=False):
+    """Lists of the keys that each query sees."""
+
+    key_blocks: Annotated[Tensor | None, MASK]
+    block_size: Annotated[tuple[int, int] | None, MASK]
+
+
+class AttentionOptions(TrainingOptions, PaddedMaskOptions, ListedOptions, total=False):
     """Options of `attention`."""
 
 
-class VarlenOptions(TrainingOptions, ServingOptions, total=False):
+class VarlenOptions(TrainingOptions, ServingOptions, ListedOptions, total=False):
     """Options of `attention_varlen`."""
 
 
-class CacheOptions(FlashOptions, NewerOptions, SplitOptions, ServingOptions, total=False):
+class CacheOptions(
+    FlashOptions, NewerOptions, SplitOptions, ServingOptions, ListedOptions, total=False
+):
     """Options of `attention_with_kvcache`."""
 
 

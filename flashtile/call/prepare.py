@@ -33,6 +33,7 @@ from . import checks, dispatch, memo
 from .attn_mask import with_masks
 from .dispatch import Checked, decide
 from .fold_qv import with_folded_qv, with_placeholders
+from .key_lists import with_key_lists
 from .layouts import Cached, Dense, Layout, Packed
 from .memo import QKV, Keywords
 from .options import NUMBERS, TENSORS
@@ -145,17 +146,11 @@ def describe(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[Operands, Op
     """
     q, k, v = qkv
     qv = keywords.get("qv")
-    if isinstance(layout, Dense):
-        checks.dense(q, k, v)
-    elif isinstance(layout, Packed):
-        checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
+    layout = checks.tensors_of_layout(q, k, v, layout)
+    if isinstance(layout, Packed):
         batch = layout.cu_seqlens_q.shape[0] - 1
         checks.per_sequence("seqused_k", keywords.get("seqused_k"), q, batch)
         checks.per_sequence("leftpad_k", layout.leftpad_k, q, batch)
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
-    else:
-        checks.cached(q, k, v, layout)
     if qv is not None:
         checks.folded_qv(qv, q, v)
     metadata = keywords.get("scheduler_metadata")
@@ -223,11 +218,16 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
     sides = keywords.get("window_size")
     if sides is not None and type(sides) is not tuple:
         keywords = {**keywords, "window_size": checks.window(sides)}
-    if isinstance(layout, Cached):
-        if layout.cu_seqlens_q is not None and type(layout.max_seqlen_q) is not int:
-            longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
-            layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
-    elif "attn_mask" in keywords or "key_padding_mask" in keywords:
+    if (
+        isinstance(layout, Cached)
+        and layout.cu_seqlens_q is not None
+        and type(layout.max_seqlen_q) is not int
+    ):
+        longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
+        layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
+    if "key_blocks" in keywords or "block_size" in keywords:
+        keywords = with_key_lists(*qkv, layout, keywords)
+    if "attn_mask" in keywords or "key_padding_mask" in keywords:
         keywords = with_masks(*qkv[:2], keywords)
     if "score_mod" in keywords:
         keywords = with_score_mod(*qkv[:2], keywords)

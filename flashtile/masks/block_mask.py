@@ -87,6 +87,35 @@ class BlockMask:
         )
 
     @staticmethod
+    def from_key_blocks(key_blocks: Tensor, seq_k: int, block_size: tuple[int, int]) -> BlockMask:
+        """A mask of the blocks of keys that each block of queries lists. The host reads nothing.
+
+        Args:
+            key_blocks: integer (batch or 1, heads or 1, ceil(seq_q / q_block), top), indices of
+                blocks of keys. -1 and other indices outside of [0, ceil(seq_k / k_block)) list
+                none; a block that a list has twice counts once.
+            seq_k: number of keys.
+            block_size: (q_block, k_block), queries and keys of a block: the mask's tile.
+
+        Raises:
+            ValueError: `key_blocks` is not 4-D, or a size is not a positive int.
+
+        Source: Native Sparse Attention (Yuan et al. 2025), section 3.3.2; MoBA (Lu et al. 2025),
+        section 2.2.
+        """
+        if key_blocks.dim() != 4:
+            raise ValueError(
+                f"key_blocks: got shape {tuple(key_blocks.shape)}, want 4 dimensions (batch, "
+                "heads, blocks of queries, top)"
+            )
+        columns = -(-seq_k // checked_pair("block_size", block_size, "(queries, keys)")[1])
+        is_listed = (key_blocks >= 0) & (key_blocks < columns)
+        # All others mark one more column.
+        listed = torch.where(is_listed, key_blocks, columns).long()
+        kinds = key_blocks.new_zeros((*key_blocks.shape[:3], columns + 1), dtype=torch.uint8)
+        return BlockMask.from_tiles(kinds.scatter_(-1, listed, 1)[..., :columns], block_size)
+
+    @staticmethod
     def from_dense(mask: Tensor, tile_size: tuple[int, int] = (128, 128)) -> BlockMask:
         """Cut a dense mask into tiles.
 
@@ -171,7 +200,7 @@ class BlockMask:
             NotImplementedError: `mask_mod` reads a number, as ``if i < j`` does.
         """
         BM, BN = tile_size = _checked_tile_size(tile_size)
-        M, N = lengths = _checked_pair("lengths", lengths, "(queries, keys)")
+        M, N = lengths = checked_pair("lengths", lengths, "(queries, keys)")
         for name, size in (("batch", batch), ("heads", heads)):
             if not isinstance(size, int) or size <= 0:
                 raise ValueError(f"{name}: got {size!r}, want a positive integer")
@@ -294,10 +323,11 @@ def _four_dimensional(x: Tensor, name: str) -> Tensor:
 
 
 def _checked_tile_size(tile_size: tuple[int, int]) -> tuple[int, int]:
-    return _checked_pair("tile_size", tile_size, "(rows, keys)")
+    return checked_pair("tile_size", tile_size, "(rows, keys)")
 
 
-def _checked_pair(name: str, sizes: tuple[int, int], meaning: str) -> tuple[int, int]:
+def checked_pair(name: str, sizes: tuple[int, int], meaning: str) -> tuple[int, int]:
+    """`sizes`, after a check that they are two positive integers."""
     pair = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(size, int) and size > 0 for size in pair):
         raise ValueError(f"{name}: got {sizes!r}, want two positive integers {meaning}")
