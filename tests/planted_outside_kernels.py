@@ -233,6 +233,13 @@ CPU = [
 
 MASKS_AND_SCORES = [
     Planted(
+        "key_blocks: a sequence takes the lists of the next one",
+        "_of_sequences",
+        "(counts.cumsum(0) - counts)",
+        "counts.cumsum(0)",
+        "tests/test_key_lists.py -k random",
+    ),
+    Planted(
         "a score function that hides the key beside the window's last one",
         "_compared",
         'limit - (op == "lt")',

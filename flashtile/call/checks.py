@@ -30,7 +30,7 @@ from ..problem import (
     Options,
     output_dtype,
 )
-from .layouts import Cached, Dense, Layout, Packed
+from .layouts import Cached, Layout, Packed
 
 _hints = logging.getLogger("flashtile.hints")
 
@@ -310,19 +310,6 @@ def qkv(
             f"{name_k}: got {k.shape[-2]} heads, want a divisor of {q.shape[-2]}, the heads of "
             f"{name_q}"
         )
-
-
-def tensors_of_layout(q: Any, k: Any, v: Any, layout: Layout) -> Layout:
-    """Check queries, keys and values and what locates them; the layout with checked lengths."""
-    if isinstance(layout, Dense):
-        dense(q, k, v)
-    elif isinstance(layout, Packed):
-        packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            layout = layout._replace(**{name: length(name, getattr(layout, name))})
-    else:
-        cached(q, k, v, layout)
-    return layout
 
 
 def dense(q: Any, k: Any, v: Any) -> None:

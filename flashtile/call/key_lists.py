@@ -15,9 +15,9 @@ from .layouts import Dense, Layout
 
 
 def with_key_lists(
-    q: Any, k: Any, v: Any, layout: Layout, keywords: Mapping[str, Any]
+    q: Tensor, k: Tensor, layout: Layout, keywords: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The options of a call, with `key_blocks` as a `block_mask`.
+    """The options of a call whose tensors are checked, with `key_blocks` as a `block_mask`.
 
     Raises:
         ValueError, TypeError: the lists do not fit the call, or, where values are checked, an index
@@ -31,7 +31,6 @@ def with_key_lists(
         return options
     if options.get("block_mask") is not None:
         raise ValueError("key_blocks: got lists and a block_mask, want only one of them")
-    layout = checks.tensors_of_layout(q, k, v, layout)
     B, M, N = layout.sizes(q, k)
     rows, keys = checked_pair("block_size", block_size, "(queries, keys)")
     cu_seqlens = None if isinstance(layout, Dense) else layout.cu_seqlens_q

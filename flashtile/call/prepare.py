@@ -146,11 +146,17 @@ def describe(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[Operands, Op
     """
     q, k, v = qkv
     qv = keywords.get("qv")
-    layout = checks.tensors_of_layout(q, k, v, layout)
-    if isinstance(layout, Packed):
+    if isinstance(layout, Dense):
+        checks.dense(q, k, v)
+    elif isinstance(layout, Packed):
+        checks.packed(q, k, v, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.page_table)
         batch = layout.cu_seqlens_q.shape[0] - 1
         checks.per_sequence("seqused_k", keywords.get("seqused_k"), q, batch)
         checks.per_sequence("leftpad_k", layout.leftpad_k, q, batch)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
+    else:
+        checks.cached(q, k, v, layout)
     if qv is not None:
         checks.folded_qv(qv, q, v)
     metadata = keywords.get("scheduler_metadata")
@@ -226,7 +232,8 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
         longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
         layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
     if "key_blocks" in keywords or "block_size" in keywords:
-        keywords = with_key_lists(*qkv, layout, keywords)
+        describe(qkv, layout, {})  # a check of what the lists are for
+        keywords = with_key_lists(*qkv[:2], layout, keywords)
     if "attn_mask" in keywords or "key_padding_mask" in keywords:
         keywords = with_masks(*qkv[:2], keywords)
     if "score_mod" in keywords:
