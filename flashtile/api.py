@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from . import autograd, statistics
-from .call import checks, shared_prefix
+from .call import checks, dispatch, shared_prefix
 from .call.cached import append_and_attend, append_and_measure
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
@@ -129,8 +129,8 @@ def attention(
             seq_q, seq_k) in q's dtype, normalised, negative where dropout dropped a probability,
             without gradient.
         return_stats: some of "max_logit", "entropy" and "column_sum": also return a
-            `flashtile.Statistics` with them, behind all other results. Memory stays linear; the
-            scores are computed again for it. Not with float8.
+            `flashtile.Statistics` with them, behind all other results. Memory stays linear;
+            "column_sum" computes the scores again. Not with float8.
         out: (batch, seq_q, heads, value_head_dim), the tensor to write the result to; not allowed
             while gradients are recorded.
         generator: where dropout draws its seed, a generator of q's device; PyTorch's own by
@@ -344,10 +344,13 @@ def _run_cached(
             return _run_cached(*given)
     if type(return_lse) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
-    names = statistics.checked_names(return_stats) if return_stats is not None else None
+    names, has_statistics = None, False
+    if return_stats is not None:
+        names = statistics.checked_names(return_stats)
+        has_statistics = statistics.of_rows(names)
     if names is not None and shared_prefix_len is not None:
         raise NotImplementedError("return_stats: cannot be combined with shared_prefix_len")
-    call = prepare(qkv, layout, options, backend, out)
+    call = prepare(qkv, layout, options, backend, out, has_statistics=has_statistics)
     stats = None
     if names is not None:
         statistics.refuse_unsupported(call.problem)  # before the cache is written
@@ -456,18 +459,23 @@ def _run(
     if generator is not None:
         checks.generator(generator, qkv[0].device)
     wanted = out if padded is None else tokens("out", out)
-    call = prepare(qkv, layout, options, backend, wanted, return_attn_probs)
+    names, has_statistics = None, False
+    if return_stats is not None:
+        names = statistics.checked_names(return_stats)
+        has_statistics = statistics.of_rows(names)
+    measured = return_attn_probs, has_statistics
+    call = prepare(qkv, layout, options, backend, wanted, *measured)
     problem, operands = call.problem, call.operands
     if problem.options.dropout_p > 0:
         operands = with_dropout_seed(problem, operands, generator)
-    names = statistics.checked_names(return_stats) if return_stats is not None else None
-    if names is not None:
-        statistics.refuse_unsupported(problem)
-    wants_lse = return_lse or return_attn_probs or padded is not None or names is not None
-    result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     probs, stats = None, None
     if names is not None:
-        stats = statistics.measure(problem, operands, lse, names)
+        statistics.refuse_unsupported(problem)
+        backward = dispatch.select(problem._replace(has_statistics=False), backend)
+        result, lse, stats = statistics.attend(problem, operands, names, backward)
+    else:
+        wants_lse = return_lse or return_attn_probs or padded is not None
+        result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     if return_attn_probs:
         probs = autograd.attention_probabilities(problem, operands, lse.detach())
     if padded is not None:

@@ -361,13 +361,9 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        out, lse, *operands = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        given = (dout, dlse, out, lse, ctx.needs_input_grad[_BIAS], *operands, *ctx.options)
-        leading = _seen_derivative(given, ctx.needs_input_grad)
+        leading = first_derivative(ctx, dout, dlse, *ctx.saved_tensors)
         return leading + (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
 
     @staticmethod
@@ -429,6 +425,15 @@ class TangentFunction(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return _mapped(TangentFunction, _MOVED, info, in_dims, args), (0, 0)
+
+
+def first_derivative(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *operands: Any
+) -> tuple[Tensor | None, ...]:
+    """The needed gradients of the differentiable operands of a Function with these results."""
+    dout = torch.zeros_like(out) if dout is None else dout
+    given = (dout, dlse, out, lse, ctx.needs_input_grad[_BIAS], *operands, *ctx.options)
+    return _seen_derivative(given, ctx.needs_input_grad)
 
 
 def _seen_derivative(given: tuple[Any, ...], needed: tuple[bool, ...]) -> tuple[Any, ...]:

@@ -64,9 +64,13 @@ class Backend(Protocol):
 
     def forward(
         self, problem: AttentionProblem, operands: Operands, into: Results | None = None
-    ) -> Results:
-        """(out, lse). Every row of a sequence is written; one that sees no key has out 0 and lse
-        -inf. So have the rows of no sequence (behind the last one, or behind `seqused_q`).
+    ) -> tuple[Tensor, ...]:
+        """(out, lse) and, of a problem with `has_statistics`, the largest capped score and the
+        entropy of each row, shaped as lse: see `flashtile.statistics`.
+
+        Every row of a sequence is written; one that sees no key has out 0, lse and largest score
+        -inf, and entropy 0. So have the rows of no sequence (behind the last one, or behind
+        `seqused_q`).
 
         Args:
             into: tensors to write them to, with any strides, in the results' dtypes. Their rows of
@@ -120,22 +124,13 @@ class ForwardMode(Protocol):
 
 
 class Measurer(Protocol):
-    """The further interface of a backend that has statistics of probabilities."""
+    """The further interface of a backend whose forward has problems with `has_statistics`."""
 
-    def measure(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        lse: Tensor,
-        of_rows: bool,
-        of_columns: bool,
-        row_max: Tensor,
-        entropies: Tensor,
-        column_sum: Tensor,
+    def column_sums(
+        self, problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor
     ) -> None:
-        """Write the largest capped scores and the entropies of the rows, both shaped as `lse`, and
-        add the probabilities of each key to `column_sum`, (batch, heads, seq_k) or (heads,
-        total_k): see `flashtile.statistics`. Before, `row_max` is -inf, the others are 0.
+        """Add the probabilities of each key to `into`, (batch, heads, seq_k) or (heads, total_k),
+        which is 0.
         """
 
 
@@ -154,7 +149,7 @@ class Appender(Protocol):
 
     def append_and_forward(
         self, problem: AttentionProblem, operands: Operands, new: NewTokens
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """(out, lse), with `new` appended to the cache in place.
 
         `operands` has queries that are not rotated yet, and the lengths before the append.
@@ -180,7 +175,7 @@ class PreparedForward:
         # append to the cache if the problem is `appending`.
         self.run: Run = self._run_unprepared
 
-    def _run_unprepared(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def _run_unprepared(self, tensors: Tensors) -> tuple[Tensor, ...]:
         problem, backend = self.problem, self._backend
         count = len(Operands._fields)
         # Only the optional fields are None.

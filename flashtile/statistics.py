@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import backends
+from . import autograd, backends
 from .autocast import autocast_off
 from .autograd import INPUTS, NUMBERS, TENSORS, is_transformed
 from .backend_interface import Measurer
@@ -71,13 +71,17 @@ def column_shape(problem: AttentionProblem, operands: Operands) -> tuple[int, ..
     return problem.B, problem.Hq, problem.N
 
 
+def of_rows(names: frozenset[str]) -> bool:
+    """Whether the forward computes some of the statistics: `problem.has_statistics`."""
+    return not names.isdisjoint(("max_logit", "entropy"))
+
+
 def refuse_unsupported(problem: AttentionProblem) -> None:
     """Raise if a call has no statistics.
 
     Raises:
-        NotImplementedError: it has float8 inputs or `batch_invariant`, no backend of its device
-            runs it, or a transform of torch.func or dual numbers are active, which would take the
-            entropy for a constant.
+        NotImplementedError: it has float8 inputs or `batch_invariant`, or a transform of torch.func
+            or dual numbers are active, which would take the entropy for a constant.
     """
     if is_transformed() or torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
@@ -93,36 +97,46 @@ def refuse_unsupported(problem: AttentionProblem) -> None:
         raise NotImplementedError(
             "return_stats: got batch_invariant=True, whose promise statistics do not keep"
         )
-    problem = _of_backend(problem)._replace(needs_grad=False, appending=None)
-    name = problem.options.backend
-    reasons = backends.BACKENDS[name].unsupported_reasons(problem)
-    if reasons:
-        raise NotImplementedError(f"return_stats: backend {name!r}: {'; '.join(reasons)}")
 
 
-def _of_backend(problem: AttentionProblem) -> AttentionProblem:
+def _measuring(problem: AttentionProblem, has_statistics: bool) -> AttentionProblem:
     """The problem, with the backend that has the statistics of its device."""
     name = "cpu" if problem.device_type == "cpu" else "triton"
-    return problem._replace(options=problem.options._replace(backend=name))
+    options = problem.options._replace(backend=name)
+    return problem._replace(options=options, has_statistics=has_statistics)
 
 
-def measure(
-    problem: AttentionProblem, operands: Operands, lse: Tensor, names: frozenset[str]
-) -> Statistics:
-    """The statistics of a call that has been made and passed `refuse_unsupported`."""
-    of_rows = not names.isdisjoint(("max_logit", "entropy"))
-    row_max, entropy, column_sum = ops.attention_statistics(
-        *operands, lse.detach(), of_rows, "column_sum" in names, *_of_backend(problem).options
-    )
-    found = Statistics(entropy=entropy if "entropy" in names else None)
-    if "max_logit" in names:
-        # (batch, heads, seq_q) or (heads, total_q)
-        rows = row_max.detach().movedim(-2, 0).flatten(1)
-        least = rows.new_full((rows.shape[0], 1), -torch.inf)
-        found = found._replace(max_logit=torch.cat((rows, least), 1).amax(1))
+def attend(
+    problem: AttentionProblem, operands: Operands, names: frozenset[str], backward: str
+) -> tuple[Tensor, Tensor, Statistics]:
+    """(out, lse, the statistics `names`) of a call that has passed `refuse_unsupported`, recorded
+    for gradients.
+
+    Args:
+        backward: the backend of the backward.
+    """
+    found = Statistics()
+    if problem.has_statistics:
+        options = problem.options._replace(backend=backward)
+        operands = operands._replace(workspace=None)
+        out, lse, largest, entropy = ops.attention_with_statistics(*operands, *options)
+        if "entropy" in names:
+            found = found._replace(entropy=entropy)
+        if "max_logit" in names:
+            found = found._replace(max_logit=largest_of_heads(largest.detach()))
+    else:
+        out, lse = autograd.attend(problem, operands)
     if "column_sum" in names:
-        found = found._replace(column_sum=column_sum.detach())
-    return found
+        constants = (None if x is None else x.detach() for x in (*operands, lse))
+        sums = ops.attention_column_sums(*constants, *problem.options)
+        found = found._replace(column_sum=sums)
+    return out, lse, found
+
+
+def largest_of_heads(largest: Tensor) -> Tensor:
+    """(heads,): the largest of each head, of (batch, heads, seq_q) or (heads, total_q)."""
+    rows = largest.movedim(-2, 0).flatten(1)
+    return torch.cat((rows, rows.new_full((rows.shape[0], 1), -torch.inf)), 1).amax(1)
 
 
 def as_batch(
@@ -141,51 +155,59 @@ def as_batch(
 
 
 library.define(
-    f"attention_statistics({TENSORS}, Tensor lse, bool of_rows, bool of_columns, {NUMBERS}) -> "
-    "(Tensor, Tensor, Tensor)"
+    f"attention_with_statistics({TENSORS}, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+library.define(f"attention_column_sums({TENSORS}, Tensor lse, {NUMBERS}) -> Tensor")
 library.define(
-    f"attention_entropy_backward(Tensor dentropy, {TENSORS}, {NUMBERS}) -> ("
-    + ", ".join(["Tensor"] * DIFFERENTIABLE)
-    + ")"
+    f"attention_entropy_backward(Tensor dentropy, {TENSORS}, Tensor lse, Tensor entropy, {NUMBERS})"
+    " -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")"
 )
 
 
-def _statistics(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    operands = Operands(*args[:INPUTS])
-    lse, of_rows, of_columns, *numbers = args[INPUTS:]
-    options = Options(*numbers)
-    problem = AttentionProblem.of(operands, options)
-    row_max, entropy, column_sum = _fake_statistics(*args)
-    row_max.fill_(-torch.inf)
-    backend = cast(Measurer, backends.BACKENDS[options.backend])
+def _with_statistics(*args: Any) -> tuple[Tensor, ...]:
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
+    problem = _measuring(AttentionProblem.of(operands, options), has_statistics=True)
     with autocast_off(operands.q):
-        into = row_max, entropy.zero_(), column_sum.zero_()
-        backend.measure(problem, operands, lse, of_rows, of_columns, *into)
-    return row_max, entropy, column_sum
+        out, *rows = backends.BACKENDS[problem.options.backend].forward(problem, operands)
+    # No result of an op may share memory with another one.
+    return out, *(x.clone(memory_format=torch.contiguous_format) for x in rows[:3])
 
 
-def _fake_statistics(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_with_statistics(*args: Any) -> tuple[Tensor, ...]:
     operands = Operands(*args[:INPUTS])
-    _, of_rows, of_columns, *numbers = args[INPUTS:]
-    problem = AttentionProblem.of(operands, Options(*numbers))
+    q, v = operands.q, operands.v
+    rows = (q.new_empty(lse_shape(operands), dtype=lse_dtype(q.dtype)) for _ in range(3))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *rows
 
-    def tensor(shape: tuple[int, ...], is_wanted: bool) -> Tensor:
-        dtype = lse_dtype(operands.q.dtype)
-        return operands.q.new_empty(shape if is_wanted else (0,), dtype=dtype)
 
-    rows = lse_shape(operands)
-    columns = column_shape(problem, operands)
-    return tensor(rows, of_rows), tensor(rows, of_rows), tensor(columns, of_columns)
+def _column_sums(*args: Any) -> Tensor:
+    operands, lse, options = Operands(*args[:INPUTS]), args[INPUTS], Options(*args[INPUTS + 1 :])
+    problem = _measuring(AttentionProblem.of(operands, options), has_statistics=False)
+    sums = _fake_column_sums(*args).zero_()
+    backend = cast(Measurer, backends.BACKENDS[problem.options.backend])
+    with autocast_off(operands.q):
+        backend.column_sums(problem, operands, lse, sums)
+    return sums
+
+
+def _fake_column_sums(*args: Any) -> Tensor:
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS + 1 :])
+    shape = column_shape(AttentionProblem.of(operands, options), operands)
+    return operands.q.new_empty(shape, dtype=lse_dtype(operands.q.dtype))
 
 
 def _entropy_backward(dentropy: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS + 2 :])
     problem = AttentionProblem.of(operands, options)
-    on_any_device = import_module(".backends.cpu.statistics", __package__)
     with autocast_off(operands.q):
-        gradients = on_any_device.entropy_gradient(problem, operands, dentropy)
-    return tuple(dentropy.new_empty(0) if g is None else g for g in gradients)
+        gradients = entropy_gradient(problem, operands, *args[INPUTS : INPUTS + 2], dentropy)
+    pairs = zip(gradients, args[:DIFFERENTIABLE], strict=True)
+    return tuple(dentropy.new_empty(0) if g is None else g.to(x.dtype) for g, x in pairs)
+
+
+def entropy_gradient(*given: Any) -> tuple[Tensor | None, ...]:
+    """`backends.cpu.statistics.entropy_gradient`, on any device: few programs need it."""
+    return import_module(".backends.cpu.statistics", __package__).entropy_gradient(*given)
 
 
 def _fake_entropy_backward(dentropy: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -193,30 +215,46 @@ def _fake_entropy_backward(dentropy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(dentropy.new_empty(0) if x is None else torch.empty_like(x) for x in operands)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("attention_statistics", _statistics, _key)
-    library.impl("attention_entropy_backward", _entropy_backward, _key)
-register_fake("attention_statistics", _fake_statistics)
-register_fake("attention_entropy_backward", _fake_entropy_backward)
+for _name, _function, _fake in (
+    ("attention_with_statistics", _with_statistics, _fake_with_statistics),
+    ("attention_column_sums", _column_sums, _fake_column_sums),
+    ("attention_entropy_backward", _entropy_backward, _fake_entropy_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        library.impl(_name, _function, _key)
+    register_fake(_name, _fake)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.options = inputs[INPUTS + 3 :]
-    ctx.save_for_backward(*inputs[:INPUTS])
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[INPUTS:]
+    out, lse, _, entropy = output
+    ctx.save_for_backward(out, lse, entropy, *inputs[:INPUTS])
 
 
-def _backward(ctx: Any, _: Tensor | None, dentropy: Tensor, __: Tensor | None) -> Any:
+def _backward(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None, dentropy: Tensor | None
+) -> Any:
+    out, lse, entropy, *operands = ctx.saved_tensors
+    found: tuple[Tensor | None, ...] = (None,) * DIFFERENTIABLE
+    if dout is not None or dlse is not None:
+        found = autograd.first_derivative(ctx, dout, dlse, out, lse, *operands)
+    if dentropy is not None:
+        refuse_second_derivative()
+        more = ops.attention_entropy_backward(dentropy, *operands, lse, entropy, *ctx.options)
+        sums = zip(found, more, ctx.needs_input_grad, strict=False)
+        found = tuple((g if f is None else f + g) if wanted else None for f, g, wanted in sums)
+    return *found, *(None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
+
+
+def refuse_second_derivative() -> None:
+    """Raise if the gradient of an entropy will be differentiated."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise NotImplementedError(
             "return_stats: got create_graph=True; the entropy can be differentiated only once"
         )
-    operands = ctx.saved_tensors
-    gradients = ops.attention_entropy_backward(dentropy, *operands, *ctx.options)
-    pairs = zip(gradients, ctx.needs_input_grad, strict=False)
-    leading = tuple(g if wanted else None for g, wanted in pairs)
-    return leading + (None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
 
 
 torch.library.register_autograd(
-    f"{library.ns}::attention_statistics", _backward, setup_context=_save, lib=library
+    f"{library.ns}::attention_with_statistics", _backward, setup_context=_save, lib=library
 )

@@ -35,16 +35,16 @@ SHORT = "tests/kernels/test_interpreter_short.py::test_forward_and_backward -k"
 TRITON: list[Planted] = [
     Planted(
         "triton: the weighted exponents do not follow a new maximum",
-        "step_of_rows",
-        "(weighted + row_sum * drop)",
+        "statistics_of",
+        "(weighted + row_sum * tl.maximum(drop, NO_WEIGHT))",
         "weighted",
         "tests/kernels/test_interpreter_statistics.py -k causal",
         interpreted=True,
     ),
     Planted(
-        "triton: column sums forget the log of the row sum",
+        "triton: column sums forget what rounding the log-sum-exp has lost",
         "add_column_sums",
-        "exponent_factor(score, cfg), cfg, log_sum)",
+        "exponent_factor(score, cfg), cfg, lost)",
         "exponent_factor(score, cfg), cfg, None)",
         "tests/kernels/test_interpreter_statistics.py -k bias",
         interpreted=True,

@@ -58,8 +58,7 @@ def append_and_measure(
     is_padded = problem.layout == "packed" and operands.cu_seqlens_q is None
     if problem.layout == "packed":
         operands = _as_packed(operands, problem)
-    out, lse = autograd.attend(problem, operands)
-    found = statistics.measure(problem, operands, lse, names)
+    out, lse, found = statistics.attend(problem, operands, names, problem.options.backend)
     if problem.layout == "packed":
         queries = (problem.B, problem.M) if is_padded else None
         found = statistics.as_batch(found, queries, (problem.B, problem.N))

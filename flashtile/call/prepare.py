@@ -65,6 +65,7 @@ def prepare(
     backend: str | None = None,
     out: Tensor | None = None,
     wants_probabilities: bool = False,
+    has_statistics: bool = False,
     is_read: bool = False,
 ) -> Prepared:
     """Check and describe a call and choose its backend, or reuse the decision of an equal call.
@@ -87,7 +88,8 @@ def prepare(
     stop = None if compiling else instead_of_decide.get()
     key = None
     if not compiling and stop is None:
-        arguments = memo.arguments_of(qkv, layout, keywords, backend, wants_probabilities)
+        further = backend, wants_probabilities, has_statistics
+        arguments = memo.arguments_of(qkv, layout, keywords, *further)
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
         key = memo.key_of((type(layout), *keywords), arguments, with_strides=is_cached)
@@ -99,7 +101,9 @@ def prepare(
     if backend is not None:
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
-    problem = problem._replace(wants_probabilities=wants_probabilities)
+    problem = problem._replace(
+        wants_probabilities=wants_probabilities, has_statistics=has_statistics
+    )
     call = Checked(problem, operands, layout, keywords, backend)
     if stop is not None:
         stop(call)

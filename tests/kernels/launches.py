@@ -9,9 +9,9 @@ from compiled_kernels import DEVICES
 
 from flashtile.backends.triton.kernel_launches import (
     backward_launches,
+    column_sum_launch,
     forward_launches,
     probabilities_launch,
-    statistics_launches,
     tangent_launches,
 )
 from flashtile.backends.triton.launch import backward_buffers, forward_buffers
@@ -20,7 +20,7 @@ from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
 from flashtile.ops.gather.kernel import gather_launch
 from flashtile.ops.rotary.kernel import rotary_launch
-from flashtile.problem import Appending, AttentionProblem, Operands, Options, lse_shape
+from flashtile.problem import Appending, AttentionProblem, Operands, Options
 from flashtile.statistics import column_shape
 
 
@@ -78,9 +78,14 @@ def launches_of_tangents(
 def measuring_launches(operands: Operands, options: Options, device: str) -> list[Launch]:
     """The launches that make all statistics of the call."""
     problem = _problem(operands, options, device)
-    rows = [torch.empty(lse_shape(operands)) for _ in range(3)]
+    measured = problem._replace(has_statistics=True)
+    made = forward_buffers(measured, operands)
+    _, *lost = made[1][2:]
     columns = torch.empty(column_shape(problem, operands))
-    return statistics_launches(problem, operands, rows[0], True, True, *rows[1:], columns)
+    return [
+        *forward_launches(measured, operands, made),
+        column_sum_launch(problem, operands, made[1][0], lost[0] if lost else None, columns),
+    ]
 
 
 def append_launches(device: str) -> list[Launch]:

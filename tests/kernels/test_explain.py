@@ -305,3 +305,22 @@ def test_parts_of_sequences_that_a_backend_refuses(
         dispatch.select(problem, refuses)
     if problem.runs <= 16:
         assert dispatch.select(problem) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"), [(("entropy",), "triton"), (("column_sum",), "hopper")]
+)
+def test_the_forward_with_statistics_is_tritons(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], chosen: str
+):
+    """The Hopper kernels have none; the backward may still be theirs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
+    clear_caches()
+    with FakeTensorMode():
+        q = torch.empty(2, 4096, 4, 64, dtype=torch.bfloat16, device="cuda")
+        found = flashtile.explain(q, q, q, causal=True, return_stats=names)
+    assert found.chosen == chosen
+    says_why = "scores and entropies (this backend: the backward)" in str(found)
+    assert says_why == (chosen == "triton")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ...backend_interface import Run, RunBackward, Tensors
 from ...problem import AttentionProblem
-from .launch import backward, check_indices, forward, probabilities
+from .launch import backward, check_indices, column_sums, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
-from .statistics import measure
 
 HINTS = ()
 
@@ -14,9 +13,9 @@ __all__ = [
     "HINTS",
     "backward",
     "check_indices",
+    "column_sums",
     "describe_plan",
     "forward",
-    "measure",
     "prepared_backward",
     "prepared_forward",
     "probabilities",

@@ -37,8 +37,12 @@ class Sums(NamedTuple):
     drelative_bias: Tensor | None
 
 
-def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
-    """(out, lse) of a problem; the strides of the lse may be any."""
+def forward(
+    problem: AttentionProblem, operands: Operands, into: Results | None = None
+) -> tuple[Tensor, ...]:
+    """(out, lse) of a problem and, with `has_statistics`, the largest score and the entropy of each
+    row; the strides of all but out may be any.
+    """
     plan = plan_forward(problem)
     parts = tuple(segments(problem, operands))
     q, v = operands.q, operands.v
@@ -47,18 +51,20 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
     if (
         into is None and len(parts) == 1 and parts[0].has_all_queries
     ):  # no copy into larger tensors needed
-        O, L = _segment_forward(problem, operands, parts[0], plan)
-        return _as_call(O, dtype), L if L.dtype == statistics else L.to(statistics)
+        O, *rows = _segment_forward(problem, operands, parts[0], plan)
+        return _as_call(O, dtype), *(x if x.dtype == statistics else x.to(statistics) for x in rows)
     if into is None:  # rows that belong to no segment (padding) keep these values
         out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
-        lse = torch.full(lse_shape(operands), -torch.inf, dtype=statistics)
+        values = (-torch.inf, -torch.inf, 0.0) if problem.has_statistics else (-torch.inf,)
+        rows = [torch.full(lse_shape(operands), x, dtype=statistics) for x in values]
     else:
-        out, lse = into
+        out, *rows = into
     for segment in parts:
-        O, L = _segment_forward(problem, operands, segment, plan)
+        O, *found = _segment_forward(problem, operands, segment, plan)
         segment.queries(out).copy_(O)
-        segment.rows(lse).copy_(L)
-    return out, lse
+        for total, x in zip(rows, found, strict=True):
+            segment.rows(total).copy_(x)
+    return out, *rows
 
 
 def backward(
@@ -158,8 +164,22 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
         visibility = segment.mask.visibility
         tp = tile_problem(problem, operands, segment, plan)
         target = probs[segment.batch, segment.heads, : visibility.M, : visibility.N]
-        tiles.probabilities(tp, segment.rows(lse).to(plan.compute_dtype), target)
+        L = segment.rows(lse).to(plan.compute_dtype)
+        for (m0, m1), run, P in tiles.probabilities(tp, L):
+            if tp.dropout is not None:
+                P.mul_(torch.where(tp.dropout.kept(m0, m1, run), 1.0, -1.0))
+            target[:, :, m0:m1, run.start : run.stop] = P
     return probs
+
+
+def column_sums(problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor) -> None:
+    """Add up the probabilities of each key, (batch, heads, seq_k) or (heads, total_k)."""
+    plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
+    for segment in segments(problem, operands):
+        tp, total = tile_problem(problem, operands, segment, plan), segment.columns(into)
+        L = segment.rows(lse).to(plan.compute_dtype)
+        for _, run, P in tiles.probabilities(tp, L, problem.is_partial):
+            total[:, :, run.start : run.stop] += P.sum(-2)
 
 
 def _as_call(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,7 +190,7 @@ def _as_call(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _segment_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     if plan.kernel == "native":
         O, L = native.forward(
             segment.queries(operands.q),
@@ -192,8 +212,10 @@ def _segment_forward(
         unscaled = operands._replace(q_descale=None, k_descale=None, v_descale=None)
         scales = float8.scales(operands, segment)
         return float8.forward(tile_problem(problem, unscaled, segment, plan), scales)
-    kernel = whole_tiles if plan.kernel == "whole" else tiles
-    return kernel.forward(tile_problem(problem, operands, segment, plan))
+    tp = tile_problem(problem, operands, segment, plan)
+    if plan.kernel == "whole":
+        return whole_tiles.forward(tp)
+    return tiles.forward(tp, problem.has_statistics)
 
 
 def _segment_backward(

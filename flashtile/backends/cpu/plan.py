@@ -68,7 +68,7 @@ def describe_plan(problem: AttentionProblem) -> str:
         f"{name}: {_describe(plan)}"
         for name, plan in (
             ("forward", plan_forward(problem)),
-            ("backward", plan_backward(problem, lse_has_grad=False)),
+            ("backward", plan_backward(problem._replace(has_statistics=False), False)),
         )
     )
 
@@ -143,6 +143,7 @@ def _not_native(problem: AttentionProblem, lse_has_grad: bool) -> list[str]:
         (problem.relative_distance is not None, "a relative bias"),
         (problem.bias_needs_grad, "gradient of the bias"),
         (lse_has_grad, "gradient of the log-sum-exp"),
+        (problem.has_statistics, "statistics of rows"),
     )
     return [reason for fact, reason in facts if fact]
 

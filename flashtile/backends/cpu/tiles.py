@@ -17,6 +17,7 @@ copy K or V.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -95,24 +96,35 @@ class TileGradients(NamedTuple):
     dV: Tensor
 
 
-def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
+def forward(tp: TileProblem, has_statistics: bool = False) -> tuple[Tensor, ...]:
     """O (batch, heads, M, Dv) and L (batch, heads, M). A row that sees no key has O = 0 and
     L = -inf (with a sink: the sink).
+
+    With `has_statistics`, also the largest capped score of each row and its entropy,
+    ``log(l) - h / l`` with a running sum h of P log P: both shaped as L.
     """
     batch, heads, M, _ = tp.Q.shape
     O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
-    L_all = tp.Q.new_empty(batch, heads, M)
+    L_all, *found = tp.Q.new_empty(1 + 2 * has_statistics, batch, heads, M)
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
         Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
         O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
         m, l = first_statistics(tp, m1 - m0)
+        largest, h = torch.full_like(m, -INFINITY), torch.zeros_like(m)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
             K, V = keys_and_values(tp, m0, m1, run)
-            S, _ = scores(tp, Q @ K.mT, m0, m1, run)
+            QK = Q @ K.mT
+            S, _ = scores(tp, QK.clone() if has_statistics else QK, m0, m1, run)
             m_new = torch.maximum(m, S.amax(-1, keepdim=True))
             pivot = m_new.masked_fill(m_new == -INFINITY, 0.0)  # -inf - -inf would be NaN
-            P = exp_(S.sub_(pivot))
             rescale = torch.exp(m - pivot)
+            if has_statistics:
+                visible = unfold(QK, tp.Q).masked_fill_(S == -INFINITY, -INFINITY)
+                largest = torch.maximum(largest, visible.amax(-1, keepdim=True))
+            P = exp_(S.sub_(pivot))
+            if has_statistics:  # exp(-1000) is 0, and 0 times -inf would be NaN
+                h = rescale * (h + l * (m - pivot).clamp_(min=-1000.0))
+                h -= torch.special.entr(P).sum(-1, keepdim=True)
             l = rescale * l + P.sum(-1, keepdim=True)
             if tp.dropout is not None:  # after the row sum: dropout does not affect normalisation
                 P.mul_(tp.dropout.kept(m0, m1, run))
@@ -121,7 +133,11 @@ def forward(tp: TileProblem) -> tuple[Tensor, Tensor]:
         seen = l != 0  # NaN was seen
         O_all[:, :, m0:m1] = unfold(O, tp.Q) / (l.masked_fill(~seen, 1.0) * tp.keep)
         L_all[:, :, m0:m1] = torch.where(seen, m + torch.log(l), -INFINITY).squeeze(-1)
-    return O_all, L_all
+        if has_statistics:
+            H = torch.where(seen, torch.log(l) - h / l, 0.0)
+            for total, x in zip(found, (capped(tp, largest), H), strict=True):
+                total[:, :, m0:m1] = x.squeeze(-1)
+    return O_all, L_all, *found
 
 
 def backward(
@@ -182,20 +198,22 @@ def backward(
     return TileGradients(dQ, dK, dV)
 
 
-def probabilities(tp: TileProblem, L: Tensor, out: Tensor) -> None:
-    """Write P = exp(S - L) into `out` (batch, heads, M, N), negative where dropout drops it."""
+def probabilities(
+    tp: TileProblem, L: Tensor, is_partial: bool = False
+) -> Iterator[tuple[tuple[int, int], KeyRun, Tensor]]:
+    """P = exp(S - L) of each tile, (batch, heads, rows, keys), with its rows and its keys.
+
+    `is_partial`: L is of more keys than these.
+    """
     L = L.masked_fill(L == -INFINITY, INFINITY)
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
         Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
         L_tile = L[:, :, m0:m1, None]
-        log_sums = lost_log_sums(tp, Q, L_tile, m0, m1)
+        log_sums = None if is_partial else lost_log_sums(tp, Q, L_tile, m0, m1)
         for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
             K, _ = keys_and_values(tp, m0, m1, run)
             S, _ = scores(tp, Q @ K.mT, m0, m1, run)
-            P = relative_exponentials(S, L_tile, log_sums)
-            if tp.dropout is not None:
-                P.mul_(torch.where(tp.dropout.kept(m0, m1, run), 1.0, -1.0))
-            out[:, :, m0:m1, run.start : run.stop] = P
+            yield (m0, m1), run, relative_exponentials(S, L_tile, log_sums)
 
 
 def keys_and_values(tp: TileProblem, m0: int, m1: int, run: KeyRun) -> tuple[Tensor, Tensor]:
@@ -246,6 +264,12 @@ def scores(
     elif run.visible is not None:  # adding is faster than masked_fill_ with a broadcast
         S.add_(torch.zeros_like(run.visible, dtype=S.dtype).masked_fill_(~run.visible, -INFINITY))
     return S, ScoreSlope(slope, capped) if want_slope else None
+
+
+def capped(tp: TileProblem, S: Tensor) -> Tensor:
+    """Scaled products after the softcap, which leaves -inf."""
+    cap = tp.score.options.softcap
+    return torch.where(S == -INFINITY, S, torch.tanh(S / cap) * cap) if cap > 0 else S
 
 
 def exp_(x: Tensor) -> Tensor:

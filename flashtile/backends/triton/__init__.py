@@ -22,9 +22,9 @@ __all__ = [
     "append_and_forward",
     "appends",
     "backward",
+    "column_sums",
     "describe_plan",
     "forward",
-    "measure",
     "prepared_backward",
     "prepared_forward",
     "probabilities",
@@ -67,8 +67,10 @@ def describe_plan(problem: AttentionProblem) -> str:
     return plan.describe_plan(problem, splits)
 
 
-def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
-    """(out, lse) of a problem."""
+def forward(
+    problem: AttentionProblem, operands: Operands, into: Results | None = None
+) -> tuple[Tensor, ...]:
+    """(out, lse) of a problem, and its statistics of rows."""
     from . import launch
 
     if problem.dtype in FLOAT8:
@@ -110,7 +112,7 @@ def appends(problem: AttentionProblem) -> bool:
 
 def append_and_forward(
     problem: AttentionProblem, operands: Operands, new: NewTokens
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(out, lse), with `new` appended to the cache in place."""
     from . import launch
 
@@ -165,8 +167,8 @@ def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) ->
     return launch.probabilities(problem, operands, lse)
 
 
-def measure(problem: AttentionProblem, operands: Operands, lse: Tensor, *statistics: Any) -> None:
-    """Fill statistics of probabilities: `backend_interface.Measurer`."""
+def column_sums(problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor) -> None:
+    """Add up the probabilities of each key: `backend_interface.Measurer`."""
     from . import launch
 
-    launch.measure(problem, operands, lse, *statistics)
+    launch.column_sums(problem, operands, lse, into)

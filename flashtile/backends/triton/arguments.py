@@ -190,7 +190,7 @@ NUMBERS = (
     "mask_columns", "first_kept",
 )  # fmt: skip
 # Tensors that are read by rows of any length, where alignment saves nothing.
-POINTERS = ("lse_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
+POINTERS = ("lse_ptr", "lost_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
 
 
 def unspecialised(*tensors: str) -> list[str]:

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 
 from ...gpu.dropout import dropout_key
-from ...gpu.intrinsics import LN2, LOG2E, let_next_kernel_start, rows_base, wait_for_earlier_kernels
+from ...gpu.intrinsics import (
+    LN2,
+    LOG2E,
+    let_next_kernel_start,
+    rows_base,
+    tanh,
+    wait_for_earlier_kernels,
+)
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
 from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
@@ -65,16 +72,19 @@ from .tiles import (
     without_hidden,
 )
 
+NO_WEIGHT = tl.constexpr(-1000.0)  # an exponent whose power of 2 is 0; times 0 it is 0
+
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
+    acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
     start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block,
     lengths, score, blocks, first_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """One step of the KV loop: update the running maximum, sum and output with the keys
-    [n0, n0 + BLOCK_N) (online softmax)."""
+    """One step of the KV loop: update the output and `sums`, which `first_sums` describes, with the
+    keys [n0, n0 + BLOCK_N) (online softmax)."""
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    row_max, row_sum = sums[0], sums[1]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D / PAIR)
     k_tile = load_keys(
@@ -118,7 +128,9 @@ def attend_keys(
     # (BLOCK_M, BLOCK_N), and (BLOCK_M,)
     p = exponentials(s, pivot[:, None], factor, cfg)
     rescale = rescaling(row_max, pivot, cfg)
-    row_sum = row_sum * rescale + tl.sum(p, 1)
+    new_sums = new_max, row_sum * rescale + tl.sum(p, 1)
+    if cfg.HAS_STATISTICS:
+        new_sums = new_sums + statistics_of(sums, s, qk, p, pivot, rescale, score, IS_MASKED, cfg)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
         p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
@@ -138,12 +150,35 @@ def attend_keys(
         acc = even, odd
     else:
         acc = weighted_sum(acc, rescale, p, v_tile, v_scale, cfg)
-    return acc, new_max, row_sum
+    return acc, new_sums
+
+
+@triton.jit
+def statistics_of(
+    sums, s, qk, p, pivot, rescale, score, IS_MASKED: tl.constexpr, cfg: tl.constexpr
+):  # fmt: skip
+    """The last two of `sums` with the scores `s` of one more tile, relative to its `pivot`."""
+    row_max, row_sum, largest, weighted = sums[0], sums[1], sums[2], sums[3]
+    if cfg.IS_LINEAR:
+        tile_max = tl.max(s, 1) * score.data.scale
+    else:  # before softcap, which is monotonic, score function and biases
+        tile_max = tl.max(tl.where(s == -float("inf"), s, qk * score.data.scale), 1)
+    drop = row_max - pivot
+    # (BLOCK_M, BLOCK_N)
+    if cfg.HAS_LARGE_SCORES:
+        drop *= LOG2E
+        exponent = (s - pivot[:, None]) * LOG2E
+    else:
+        exponent = s * exponent_factor(score, cfg) - pivot[:, None]
+    if IS_MASKED or not cfg.IS_LINEAR:  # 0 times -inf would be NaN
+        exponent = tl.maximum(exponent, NO_WEIGHT)
+    weighted = rescale * (weighted + row_sum * tl.maximum(drop, NO_WEIGHT))
+    return tl.maximum(largest, tile_max), weighted + tl.sum(p * exponent, 1)
 
 
 @triton.jit
 def attend_tiles(
-    acc, row_max, row_sum, ranges, tiles, capacity, full_start, full_count, masked_start,
+    acc, sums, ranges, tiles, capacity, full_start, full_count, masked_start,
     masked_count, q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start, stop,
     intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks, first_kept,
     drop_key, cfg: tl.constexpr,
@@ -160,8 +195,8 @@ def attend_tiles(
             n0 = tl.load(tiles + i) * BLOCK_N
         else:
             n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
-        acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
+        acc, sums = attend_keys(
+            acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
             score, blocks, first_kept, drop_key, False, cfg,
         )  # fmt: skip
@@ -170,12 +205,12 @@ def attend_tiles(
             n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
         else:
             n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
-        acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
+        acc, sums = attend_keys(
+            acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
             rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
             score, blocks, first_kept, drop_key, True, cfg,
         )  # fmt: skip
-    return acc, row_max, row_sum
+    return acc, sums
 
 
 @triton.jit
@@ -193,7 +228,11 @@ def weighted_sum(acc, rescale, p, v_tile, v_scale, cfg: tl.constexpr):
 
 @triton.jit
 def first_sums(sink_ptr, h, part, cfg: tl.constexpr):
-    """The running maximum and sum of every row before the KV loop of a part, (BLOCK_M,)."""
+    """What a program sums up for every row, before the KV loop of a part; each (BLOCK_M,).
+
+    They are the running maximum and sum of the online softmax, and with HAS_STATISTICS also the
+    largest product, scaled, and the sum of exp(s - maximum) log2 exp(s - maximum).
+    """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     if sink_ptr is not None:  # a key of logit `sink` whose value is zero
         sink = as_pivot(tl.load(sink_ptr + h).to(tl.float32), LOG2E, cfg)
@@ -205,7 +244,10 @@ def first_sums(sink_ptr, h, part, cfg: tl.constexpr):
     else:
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    return row_max, row_sum
+    if not cfg.HAS_STATISTICS:
+        return row_max, row_sum
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    return row_max, row_sum, largest, tl.zeros([BLOCK_M], tl.float32)
 
 
 @triton.jit
@@ -257,6 +299,30 @@ def store_lse(
     tl.store(lse_ptr + offs, lse, mask=rows < count)
 
 
+@triton.jit
+def store_statistics(
+    lse_ptr, sums, row_sum, seen, start_q, rows, count, b, h, heads, lengths, score,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """Store behind the log-sum-exps the largest score of each row, scaled and capped, its entropy
+    and, with HAS_LARGE_SCORES, log2 of the factor that rounding the log-sum-exp has lost."""
+    # (BLOCK_M, 1)
+    largest = tl.where(seen, sums[2][:, None], -float("inf"))
+    if cfg.HAS_SOFTCAP:
+        cap = score.data.softcap
+        largest = tl.where(largest == -float("inf"), largest, tanh(largest / cap) * cap)
+    log_sum = tl.math.log2(row_sum)
+    entropy = tl.where(seen, (log_sum - sums[3][:, None] / row_sum) * LN2, 0.0)
+    step = stats_count(lengths, heads)
+    offs = stats_start(lengths, b, h, heads) + start_q + rows + step
+    tl.store(lse_ptr + offs, largest, mask=rows < count)
+    tl.store(lse_ptr + offs + step, entropy, mask=rows < count)
+    if cfg.HAS_LARGE_SCORES:
+        row_max = sums[0][:, None]
+        lost = (row_max - log_sum_exp(row_max, row_sum, cfg)) * LOG2E + log_sum
+        tl.store(lse_ptr + offs + 2 * step, tl.where(seen, lost, 0.0), mask=rows < count)
+
+
 @triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "out"), "added", "table_rows"])
 def forward_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
@@ -268,7 +334,7 @@ def forward_kernel(
     holds.
 
     IS_SPLIT: only for the program's part of the keys; `out` (float32) and `lse_ptr` then have one
-    slice per part.
+    slice per part. HAS_STATISTICS: `lse_ptr` has slices for what `store_statistics` stores.
     """
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
     k = HeadRows(k_ptr, k_batch, k_row, k_head)
@@ -330,9 +396,9 @@ def forward_kernel(
         q_tail = operand(q_tail, cfg)
 
     if cfg.PART_KEYS > 0:  # each part has sums of its own; these are of the parts so far
-        row_max, row_sum = first_sums(None, h, 0, cfg)
+        sums = first_sums(None, h, 0, cfg)
     else:
-        row_max, row_sum = first_sums(sink_ptr, h, tl.program_id(1) if cfg.IS_SPLIT else 0, cfg)
+        sums = first_sums(sink_ptr, h, tl.program_id(1) if cfg.IS_SPLIT else 0, cfg)
     # (BLOCK_M, BLOCK_DV / PAIR)
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
     if PAIR == 2:  # even columns, odd columns
@@ -393,39 +459,44 @@ def forward_kernel(
         q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
     v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
     if cfg.PART_KEYS > 0:
-        whole = acc, row_max, row_sum
+        whole = acc, sums[0], sums[1]
         steps = cfg.PART_KEYS // BLOCK_N
         for part in range(first_part, last_part):
             first = part * steps
             own = (within_tiles(ranges[0], first, first + steps),)  # type: ignore[index]
             full_count, masked_count = step_counts(own, cfg)
-            row_max, row_sum = first_sums(sink_ptr, h, part, cfg)
-            acc, row_max, row_sum = attend_tiles(
-                tl.zeros_like(acc), row_max, row_sum, own, None, 0, 0, full_count, 0, masked_count,
+            sums = first_sums(sink_ptr, h, part, cfg)
+            acc, sums = attend_tiles(
+                tl.zeros_like(acc), sums, own, None, 0, 0, full_count, 0, masked_count,
                 q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start, stop,
                 intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks,
                 first_kept, drop_key, cfg,
             )  # fmt: skip
-            whole = merged(whole, (acc, row_max, row_sum), cfg)
+            whole = merged(whole, (acc, sums[0], sums[1]), cfg)
         acc, row_max, row_sum = whole
+        sums = row_max, row_sum
     else:
         full_start, masked_start = 0, 0
         if cfg.IS_SPLIT:
             bounds = split_range(full_count, masked_count)
             full_start, full_count, masked_start, masked_count = bounds
-        acc, row_max, row_sum = attend_tiles(
-            acc, row_max, row_sum, ranges, tiles, capacity, full_start, full_count, masked_start,
+        acc, sums = attend_tiles(
+            acc, sums, ranges, tiles, capacity, full_start, full_count, masked_start,
             masked_count, q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start,
             stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks,
             first_kept, drop_key, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
-    row_max = row_max[:, None]
-    row_sum = row_sum[:, None]
+    row_max = sums[0][:, None]
+    row_sum = sums[1][:, None]
     seen = (row_sum != 0.0) & (rows < M)  # NaN was seen
     safe_sum = tl.where(seen, row_sum, 1.0)
     store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
+    if cfg.HAS_STATISTICS:
+        store_statistics(
+            lse_ptr, sums, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, score, cfg
+        )  # fmt: skip
     if PAIR == 2:
         # (BLOCK_M, BLOCK_DV)
         acc = tl.interleave(acc[0], acc[1])

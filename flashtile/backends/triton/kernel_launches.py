@@ -26,6 +26,7 @@ from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_gra
 from .arguments import NO_BIAS, NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .captured_source import CAPTURED, SUMS, captured_source, kept_tiles
+from .column_sum_pass import column_sum_kernel
 from .forward_pass import forward_kernel, merge_in_order_kernel
 from .forward_tangent import forward_tangent_kernel
 from .masks import list_tiles_kernel
@@ -38,7 +39,6 @@ from .score_gradients import (
     row_sums_kernel,
 )
 from .short_sequences import short_backward_kernel, short_forward_kernel
-from .statistics_pass import column_sum_kernel, row_statistics_kernel
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
@@ -68,7 +68,7 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
         made: what the launches fill, as `launch.forward_buffers` makes it.
     """
     operands, new = Operands(*given[:OPERANDS]), given[OPERANDS:]
-    out, lse, *parts = made
+    out, lse, *parts = made  # the lse with what `store_statistics` stores behind it
     written = (parts[0][0], parts[1]) if parts else (out, lse)
     q, k, v = map(with_adjacent_elements, operands[:3])
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
@@ -404,53 +404,31 @@ def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     return [*launches, Launch(forward_tangent_kernel, (programs,), arguments, warps, stages)]
 
 
-def statistics_launches(
+def column_sum_launch(
     problem: AttentionProblem,
     operands: Operands,
     lse: Tensor,
-    of_rows: bool,
-    of_columns: bool,
-    row_max: Tensor,
-    entropies: Tensor,
+    lost: Tensor | None,
     column_sum: Tensor,
-) -> list[Launch]:
-    """The launches that fill the statistics of rows and add to those of columns."""
+) -> Launch:
+    """Add up the probabilities of each key; `lost` is what rounding took from `lse`."""
     q, k = map(with_adjacent_elements, operands[:2])
-    by_rows = by_columns = plan_with_functions(problem, has_aligned_rows(q, k)).scores
+    kernel_plan = plan_with_functions(problem, has_aligned_rows(q, k)).scores
     if problem.dtype != torch.float32 and problem.D <= 128:  # the fastest of eight tiles (H200)
-        by_rows = by_rows._replace(warps=4, stages=2)
-        taller = replace(by_columns.config, BLOCK_M=2 * by_columns.config.BLOCK_M)
-        by_columns = KernelPlan(taller, warps=4, stages=2)
-    common = common_of(problem, operands)
-    shared = {
+        config = kernel_plan.config
+        taller = replace(config, BLOCK_M=2 * config.BLOCK_M)
+        kernel_plan = KernelPlan(taller, warps=4, stages=2)
+    common, config = common_of(problem, operands), kernel_plan.config
+    arguments = {
         **row_arguments(q=q, k=k),
         **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
+        "sums_ptr": column_sum,
+        "lse_ptr": lse,
+        "lost_ptr": lost,
+        "cfg": config,
     }
-    pivot, log_sum = lse, None
-    launches = []
-    if of_columns and by_rows.config.HAS_LARGE_SCORES:  # whose log-sum-exp is not exact enough
-        pivot, log_sum = torch.empty_like(lse), torch.empty_like(lse)
-    if of_rows or log_sum is not None:
-        if not of_rows:
-            row_max, entropies = torch.empty_like(lse), torch.empty_like(lse)
-        arguments = shared | {
-            "largest_ptr": row_max,
-            "entropy_ptr": entropies,
-            "pivot_ptr": pivot if log_sum is not None else None,
-            "log_sum_ptr": log_sum,
-            "sink_ptr": at_boundary(operands.sink),
-            "cfg": by_rows.config,
-        }
-        grid = (-(-problem.M // by_rows.config.BLOCK_M), problem.B * problem.Hq)
-        how = by_rows.warps, by_rows.stages
-        launches.append(Launch(row_statistics_kernel, grid, arguments, *how))
-    if of_columns:
-        arguments = shared | {"sums_ptr": column_sum, "pivot_ptr": pivot, "log_sum_ptr": log_sum}
-        arguments["cfg"] = by_columns.config
-        grid = (-(-problem.N // by_columns.config.BLOCK_N), problem.B * problem.Hq)
-        how = by_columns.warps, by_columns.stages
-        launches.append(Launch(column_sum_kernel, grid, arguments, *how))
-    return launches
+    grid = (-(-problem.N // config.BLOCK_N), problem.B * problem.Hq)
+    return Launch(column_sum_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
 
 
 # Score functions as functions of Triton, made from their programs.

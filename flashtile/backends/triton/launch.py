@@ -29,9 +29,9 @@ from .kernel_launches import (
     OPERANDS,
     BackwardBuffers,
     backward_launches,
+    column_sum_launch,
     forward_launches,
     probabilities_launch,
-    statistics_launches,
     tangent_launches,
 )
 from .plan import has_large_scores, is_short, plan, splits_of
@@ -43,8 +43,10 @@ SINK = Operands._fields.index("sink")
 
 def forward(
     problem: AttentionProblem, operands: Operands, new: NewTokens | tuple[()] = ()
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a problem; `new` tokens are appended to the cache if it is `appending`."""
+) -> tuple[Tensor, ...]:
+    """(out, lse) of a problem; `new` tokens are appended to the cache if it is `appending`. With
+    `has_statistics`, also the largest score and the entropy of each row and, if a caller's tensors
+    or function may make scores large, what `column_sum_launch` needs."""
     memory = operands.workspace
     if memory is None:
         splits = _splits_of(problem, operands)
@@ -62,7 +64,11 @@ def forward(
         call = problem, memory.data_ptr() % ALIGNMENT
         given = (*operands._replace(workspace=None), *new)  # the buffers are in the workspace
         run_all(f"{PASS} in a workspace", call, given, made, partial(forward_launches, problem))
-    return made[0], made[1]
+    if not problem.has_statistics:
+        return made[0], made[1]
+    lse, largest, entropy, *lost = made[1].unbind()
+    # No program writes rows that belong to no sequence.
+    return made[0], lse, largest, entropy.masked_fill(lse == -torch.inf, 0.0), *lost
 
 
 def forward_into(problem: AttentionProblem, operands: Operands, into: Results) -> Results:
@@ -204,9 +210,14 @@ def tangents(
     return made
 
 
-def measure(problem: AttentionProblem, operands: Operands, lse: Tensor, *statistics: Any) -> None:
-    """Fill statistics of probabilities: `backend_interface.Measurer`."""
-    run(statistics_launches(problem, operands, lse.contiguous(), *statistics), operands.q)
+def column_sums(problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor) -> None:
+    """Add up the probabilities of each key: `backend_interface.Measurer`."""
+    lost = None
+    # Log-sum-exps of large scores are not exact enough. Those of several parts are all there is.
+    if has_large_scores(problem) and not problem.is_partial:
+        measured = problem._replace(has_statistics=True)
+        _, lse, *_, lost = forward(measured, operands._replace(workspace=None))
+    run([column_sum_launch(problem, operands, lse.contiguous(), lost, into)], operands.q)
 
 
 def _lost_factors(probs: Tensor, operands: Operands, lse: Tensor) -> Tensor:
@@ -259,6 +270,8 @@ def _outputs(
     no sequence are written by no program."""
     q = operands.q
     shape, lse_sizes = (*q.shape[:-1], problem.Dv), lse_shape(operands)
+    if problem.has_statistics:
+        lse_sizes = (3 + has_large_scores(problem), *lse_sizes)
     dtype = torch.float32 if problem.is_partial else q.dtype
     if problem.layout == "dense" or splits > 1:
         new_out = uninitialised(shape, dtype, q.device)

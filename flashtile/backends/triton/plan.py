@@ -251,6 +251,7 @@ class KernelConfig:
     CAPTURED_GRADIENT: Any = None  # see `captured_source`
     CAPTURED_SUMS: Any = None
     CAPTURED_KEPT: int = 0  # tiles of sums that a program keeps for its band
+    HAS_STATISTICS: bool = False  # the forward also has those of rows
 
 
 class KernelPlan(NamedTuple):
@@ -352,7 +353,7 @@ def is_short(problem: AttentionProblem) -> bool:
     cached = cached or problem.appending is not None
     is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
     masked = problem.block_tile is not None or problem.spans > 0
-    other = problem.options.score_mod or problem.options.batch_invariant
+    other = problem.options.score_mod or problem.options.batch_invariant or problem.has_statistics
     return fits and not (cached or is_part or masked or other)
 
 
@@ -600,6 +601,7 @@ def _kernel_plan(
         SPANS=problem.spans,
         IS_INVARIANT=bool(options.batch_invariant),
         PART_KEYS=PART_KEYS if options.batch_invariant and problem.N > PART_KEYS else 0,
+        HAS_STATISTICS=problem.has_statistics,
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
@@ -688,6 +690,8 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
         tokens: rows of q, including packed rows of no sequence, for which parts have rows, too.
     """
     asked = problem.options.num_splits
+    if problem.has_statistics:  # whose parts are not merged
+        return 1
     if asked > 0 or 0 in (problem.B, problem.M, problem.N, tokens):
         return max(asked, 1)
     rows = problem.M * (config.GROUP if config.IS_PACKED_GROUP else 1)

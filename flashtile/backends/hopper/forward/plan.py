@@ -332,7 +332,10 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         and problem.has_lengths
         and problem.needs_grad,
     }
-    return [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+    reasons = [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
+    if problem.has_statistics:
+        reasons.append("the largest scores and entropies (this backend: the backward)")
+    return reasons
 
 
 def _part_reasons(problem: AttentionProblem) -> list[str]:

@@ -1,0 +1,142 @@
+"""The probabilities of each key, added up over the queries that see it.
+
+A program owns a tile of keys of one query head, and loops over the queries. It computes the scores
+again from the log-sum-exps of the forward, and does not read the values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...gpu.intrinsics import rows_base
+from ...gpu.rows import HeadRows
+from ...gpu.score_source import Corners
+from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
+from .cache import load_keys, page_list
+from .masks import in_spans, load_intervals
+from .products import operand, product
+from .tiles import (
+    between,
+    exponent_factor,
+    exponentials,
+    in_block_mask,
+    key_row_of_batch,
+    key_span,
+    load_rows,
+    masked_tile,
+    pivot_of_lse,
+    query_span,
+    scores_of,
+    seeing_rows,
+    stats_start,
+    tile_phases,
+    visible_keys,
+)
+
+
+@triton.jit
+def add_column_sums(
+    sums, q, q_base, k_tile, lse_ptr, lost_ptr, stats, b, h, m0, n0, start_q, M, N, positions,
+    lengths, mask, score, blocks, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """`sums` (BLOCK_N,) plus the probabilities of the queries of a tile."""
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    # (BLOCK_M, BLOCK_D)
+    q_tile = load_rows(q, q_base, m0, M, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT)
+    offs_m = m0 + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
+    keys = n0 + tl.arange(0, cfg.BLOCK_N)[None, :]
+    # (BLOCK_M, BLOCK_D) @ (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
+    qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
+    corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
+    s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
+    if IS_MASKED:
+        start, stop = visible_keys(rows, N, positions, mask, cfg)
+        visible = (rows < M) & between(keys, start, stop, cfg)
+        intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+        visible = in_spans(keys, visible, intervals, cfg)
+        if cfg.MASK_TILE_M > 0:
+            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+        s = tl.where(visible, s, -float("inf"))
+    # (BLOCK_M,)
+    lse = tl.load(lse_ptr + stats + offs_m, mask=offs_m < M, other=-float("inf"))
+    pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
+    lost = None
+    if lost_ptr is not None:
+        lost = tl.load(lost_ptr + stats + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg, lost)
+    return sums + tl.sum(p, 0)
+
+
+@triton.jit(do_not_specialize=unspecialised("q", "k"))
+def column_sum_kernel(
+    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, sums_ptr, lse_ptr, lost_ptr, at,
+    score_data, bias, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
+    heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
+):  # fmt: skip
+    """The probabilities of each key, added up over the queries of one head.
+
+    `lost_ptr`: what `forward_pass.store_statistics` stores; None without HAS_LARGE_SCORES.
+    """
+    q = HeadRows(q_ptr, q_batch, q_row, q_head)
+    k = HeadRows(k_ptr, k_batch, k_row, k_head)
+    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
+    mask = Mask(left, right, chunk, mask_data)
+    score = Score(score_data, bias)
+    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
+    BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    HAS_FULL_TILES: tl.constexpr = cfg.SPANS == 0 and cfg.MASK_TILE_M == 0
+    h = tl.program_id(1) % heads
+    b = tl.program_id(1) // heads
+    kv_head = h // cfg.GROUP
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    n0 = tl.program_id(0) * BLOCK_N
+    if n0 >= N:
+        return
+    positions = RowPositions(N - M, at, b)
+    if cfg.PAGE_SIZE > 0:
+        k_source = k.ptr + kv_head.to(tl.int64) * k.head
+    else:
+        k_source = rows_base(k, key_row_of_batch(lengths, b), start_k, kv_head)
+    pages = page_list(lengths, b)
+    # (BLOCK_N, BLOCK_D)
+    k_tile = load_keys(
+        k_source, k, pages, start_k, n0, N, lengths, cfg, True, cfg.D, BLOCK_N, cfg.BLOCK_D
+    )
+    q_base = rows_base(q, b, start_q, h)
+    stats = stats_start(lengths, b, h, heads) + start_q
+    sums = tl.zeros([BLOCK_N], tl.float32)
+
+    last_key = tl.minimum(n0 + BLOCK_N, N) - 1
+    first_start, first_stop = seeing_rows(n0, M, positions, mask, cfg)
+    last_start, last_stop = seeing_rows(last_key, M, positions, mask, cfg)
+    begin, full_begin, full_end, end = tile_phases(
+        tl.maximum(first_start, 0), tl.minimum(first_stop, M), last_start, tl.minimum(last_stop, M),
+        BLOCK_M,
+    )  # fmt: skip
+    full_count = full_end - full_begin if HAS_FULL_TILES else 0
+    for i in range(0, full_count):
+        sums = add_column_sums(
+            sums, q, q_base, k_tile, lse_ptr, lost_ptr, stats, b, h,
+            (full_begin + i) * BLOCK_M, n0, start_q, M, N, positions, lengths, mask, score, blocks,
+            False, cfg,
+        )  # fmt: skip
+    for i in range(0, end - begin - full_count):
+        if HAS_FULL_TILES:
+            tile = masked_tile(i, begin, full_begin, full_end)
+        else:
+            tile = begin + i
+        sums = add_column_sums(
+            sums, q, q_base, k_tile, lse_ptr, lost_ptr, stats, b, h, tile * BLOCK_M, n0,
+            start_q, M, N, positions, lengths, mask, score, blocks, True, cfg,
+        )  # fmt: skip
+
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    if at.cu_seqlens_k is not None and cfg.PAGE_SIZE == 0:
+        row = h.to(tl.int64) * total_k
+    else:
+        row = (b * heads + h).to(tl.int64) * lengths.N
+    tl.store(sums_ptr + row + start_k + offs_n, sums, mask=offs_n < N)
