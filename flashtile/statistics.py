@@ -170,7 +170,7 @@ def _with_statistics(*args: Any) -> tuple[Tensor, ...]:
     with autocast_off(operands.q):
         out, *rows = backends.BACKENDS[problem.options.backend].forward(problem, operands)
     # No result of an op may share memory with another one.
-    return out, *(x.clone(memory_format=torch.contiguous_format) for x in rows[:3])
+    return out, *(x.clone(memory_format=torch.contiguous_format) for x in rows)
 
 
 def _fake_with_statistics(*args: Any) -> tuple[Tensor, ...]:
@@ -182,12 +182,19 @@ def _fake_with_statistics(*args: Any) -> tuple[Tensor, ...]:
 
 def _column_sums(*args: Any) -> Tensor:
     operands, lse, options = Operands(*args[:INPUTS]), args[INPUTS], Options(*args[INPUTS + 1 :])
-    problem = _measuring(AttentionProblem.of(operands, options), has_statistics=False)
     sums = _fake_column_sums(*args).zero_()
+    add_column_sums(AttentionProblem.of(operands, options), operands, lse, sums)
+    return sums
+
+
+def add_column_sums(
+    problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor
+) -> None:
+    """Add the probabilities of each key to `into`: `backend_interface.Measurer`."""
+    problem = _measuring(problem, has_statistics=False)
     backend = cast(Measurer, backends.BACKENDS[problem.options.backend])
     with autocast_off(operands.q):
-        backend.column_sums(problem, operands, lse, sums)
-    return sums
+        backend.column_sums(problem, operands, lse, into)
 
 
 def _fake_column_sums(*args: Any) -> Tensor:

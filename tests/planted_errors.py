@@ -46,7 +46,7 @@ TRITON: list[Planted] = [
         "add_column_sums",
         "exponent_factor(score, cfg), cfg, lost)",
         "exponent_factor(score, cfg), cfg, None)",
-        "tests/kernels/test_interpreter_statistics.py -k bias",
+        "tests/kernels/test_interpreter_statistics.py -k large",
         interpreted=True,
     ),
     Planted(

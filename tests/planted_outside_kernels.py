@@ -42,16 +42,23 @@ CPU = [
     ),
     Planted(
         "the entropy of a row counts 0 log 0",
-        "softmax",
+        "_antiderivative",
         "T.masked_fill(T == -INFINITY, 0.0)",
         "T",
         "tests/test_statistics.py -k test_definition",
     ),
     Planted(
+        "the entropy of two parts forgets which of them a key is in",
+        "merge_entropies",
+        " + torch.special.entr(shares)",
+        "",
+        "tests/test_merge.py -k entropies",
+    ),
+    Planted(
         "a sum of columns is that of the last tile of queries",
-        "measure",
-        "[:, :, run.start : run.stop] += part",
-        "[:, :, run.start : run.stop] = part",
+        "column_sums",
+        "[:, :, run.start : run.stop] += P.sum(-2)",
+        "[:, :, run.start : run.stop] = P.sum(-2)",
         "tests/test_statistics.py -k test_definition",
     ),
     Planted(
@@ -527,7 +534,7 @@ INTEGRATIONS_AND_MODELS = [
     ),
     Planted(
         "a bias has a gradient where the values have one",
-        "AttentionFunction.backward",
+        "first_derivative",
         "ctx.needs_input_grad[_BIAS]",
         "ctx.needs_input_grad[_BIAS - 1]",
         "tests/test_cpu_bias.py -k test_a_bias_alone",

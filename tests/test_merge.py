@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from flashtile.ops.merge.formula import add_sink, merge, merge_parts
+from flashtile.ops.merge.formula import add_sink, merge, merge_entropies, merge_parts
 
 LSES = (-math.inf, -90.0, 0.0, 1.5, 800.0)
 OUTS = [(1.0, -2.0), (3.5, 0.25), (-7.0, 4.0)]  # of the parts
@@ -84,3 +84,17 @@ def test_rows_that_no_part_saw_have_no_gradient():
     assert torch.equal(lses.grad, torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
     assert torch.equal(outs.grad[0], torch.tensor([[0.0] * 3, [1.0] * 3]))
     assert torch.equal(outs.grad[1], torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("split", [0, 2, 9])
+def test_entropies_of_two_parts(split):
+    """Those of the scores together; also where a part or both see no key."""
+    S = 30 * torch.randn(40, 9, dtype=torch.float64)
+    S[:10, :split] = S[5:20, split:] = -math.inf
+
+    def of(S):
+        P = S.softmax(-1).nan_to_num(0.0)
+        return torch.special.entr(P).sum(-1), S.logsumexp(-1)
+
+    found = merge_entropies(*of(S[:, :split]), *of(S[:, split:]))
+    torch.testing.assert_close(found, of(S)[0], rtol=1e-12, atol=1e-15)

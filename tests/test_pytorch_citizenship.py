@@ -57,10 +57,8 @@ def op_arguments():
             ((q.clone(), lse.clone(), q.clone(), lse, False, *many), rich),
         ],
         "attention_probabilities": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), plain)],
-        "attention_statistics": [
-            ((*one, lse), (True, True, *plain)),
-            ((*packed, torch.zeros(4, 10)), (False, True, *causal)),
-        ],
+        "attention_with_statistics": [(one, plain), (packed, causal)],
+        "attention_column_sums": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), causal)],
         "kvcache_append": [(new, [None] * 5)],
         "kvcache_rotate_append": [
             (

@@ -13,7 +13,7 @@ from flashtile import Statistics, attention, attention_varlen, attention_with_kv
 from flashtile.testing import generator, normal
 
 ALL = Statistics._fields
-B, M, N, Hq, Hk, D = 2, 140, 153, 4, 2, 16  # more than one tile of queries
+B, M, N, Hq, Hk, D = 2, 270, 283, 4, 2, 16  # more than one tile of queries and of keys
 
 
 def inputs(*needing_grad: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ def test_packed_and_padded() -> None:
 def test_cache(page_size) -> None:
     """After the append; slots that hold nothing have no part in it."""
     q, k, v = inputs()
-    slots = 160
+    slots = 320
     caches = [torch.full((B, slots, Hk, D), 9.0, dtype=torch.float64) for _ in range(2)]
     for cache, x in zip(caches, (k, v), strict=True):
         cache[:, :13] = x[:, :13]
@@ -189,7 +189,7 @@ def test_what_has_no_derivative() -> None:
 
 def test_nothing_is_appended_under_a_transform() -> None:
     q, k, v = inputs()
-    caches = [torch.zeros(B, 160, Hk, D, dtype=torch.float64) for _ in range(2)]
+    caches = [torch.zeros(B, 320, Hk, D, dtype=torch.float64) for _ in range(2)]
 
     def step(q: Tensor) -> Tensor:
         new = k[:, :5], v[:, :5]

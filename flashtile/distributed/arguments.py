@@ -32,6 +32,7 @@ from .partition import ShardMap, TileMap
 # every layout: results are merged in parts whose borders depend on the ranks.
 MISSING = {"q_descale", "k_descale", "v_descale", "batch_invariant"}
 OPTIONS = [name for name in AttentionOptions.__annotations__ if name not in MISSING]
+OPTIONS.append("return_stats")  # a sorted tuple of names
 # Options that are added to the scores.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
 USED = ("seqused_q", "seqused_k")
@@ -67,6 +68,12 @@ class UsedTokens(NamedTuple):
             lse.new_full((lse.shape[0], tokens), -torch.inf).index_copy(1, rows, lse),
         )
 
+    def with_unused_keys(self, sums: Tensor, tokens: int) -> Tensor:
+        """Column sums (used keys, heads) for all `tokens` keys of this rank, with zeros."""
+        if self.key_rows is None:
+            return sums
+        return sums.new_zeros(tokens, sums.shape[1]).index_copy(0, self.key_rows, sums)
+
 
 class PackedCall(NamedTuple):
     """A checked call over a rank's own tokens that take part."""
@@ -91,11 +98,11 @@ def refuse_unknown(options: Mapping[str, Any], function: Callable[..., Any]) -> 
         TypeError: it does not exist.
     """
     for name in options:
+        if name in OPTIONS:
+            continue
         if name in AttentionOptions.__optional_keys__ | VarlenOptions.__optional_keys__:
-            if name not in OPTIONS:
-                raise missing(name)
-        else:
-            raise unexpected_keywords([name], function)
+            raise missing(name)
+        raise unexpected_keywords([name], function)
 
 
 def missing(name: str) -> NotImplementedError:
@@ -159,7 +166,7 @@ def packed_call(
         spans = spans and Spans(*(x.index_select(2, used.query_rows) for x in spans))
     if used.key_rows is not None:
         k, v = (x.index_select(0, used.key_rows) for x in (k, v))
-    apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod", "qv"}
+    apart = {*SCORE_MASKS, *USED, "block_mask", "alibi_slopes", "score_mod", "qv", "return_stats"}
     keywords = {n: x for n, x in options.items() if n not in apart}
     if options.get("score_mod") is not None:
         keywords |= score_function(options["score_mod"], padded)

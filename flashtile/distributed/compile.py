@@ -114,6 +114,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a traced call of `ContextParallel.attention`."""
     refuse_unknown(options, attend)
+    if "return_stats" in options:
+        raise NotImplementedError("return_stats: context parallelism has none under torch.compile")
     for name in _TENSOR_NAMES:
         if options.get(name) is not None:
             checks.tensor(name, options[name])

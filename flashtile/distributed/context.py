@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from .. import statistics
 from ..autograd import is_transformed
 from ..call import checks, dispatch
 from ..call.dispatch import BackendName
@@ -221,9 +222,10 @@ class ContextParallel(Decoder):
         layout: Layout,
         *,
         return_lse: bool = False,
+        return_stats: Sequence[str] | None = None,
         backend: BackendName | None = None,
         **options: Any,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """Exactly `flashtile.attention` of the whole (`attention_varlen` for packed documents), of
         which each rank passes and gets its own rows.
 
@@ -245,20 +247,26 @@ class ContextParallel(Decoder):
                 reads them.
             score_mod: a function of whole documents, whose indices count as in one process; every
                 rank has all that it captures.
+            return_stats: as in `attention`. `max_logit` is the largest of all ranks, `column_sum`
+                has this rank's own keys, added up over the queries of all ranks. Not under
+                torch.compile, and not with DTensors.
             options: all others of `attention`, except the scales of float8 inputs. With dropout
                 the generators of all ranks must be in the same state.
 
         Returns:
             out, shaped as q with value_head_dim, and on request lse (batch, heads, local_tokens) or
-            (heads, local_tokens). Padding has out 0 and lse -inf.
+            (heads, local_tokens), and `Statistics`. Padding has out 0, lse -inf and statistics 0.
 
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit, or the ranks
                 disagree; every rank raises the same error.
         """
         qkv = q, k, v
+        if return_stats is not None:
+            options["return_stats"] = tuple(sorted(statistics.checked_names(return_stats)))
+        stats: list[Any] = []
         if all(type(x) in (Tensor, torch.nn.Parameter) for x in qkv):
-            out, lse = self._attend(qkv, layout, options, return_lse, backend)
+            out, lse, *stats = self._attend(qkv, layout, options, return_lse, backend)
         else:
             from . import dtensors  # imported late, because loading DTensor takes long
 
@@ -268,6 +276,8 @@ class ContextParallel(Decoder):
                 layout,
                 options,
             )
+        if stats:
+            return (out, lse, *stats) if return_lse else (out, *stats)
         return (out, lse) if return_lse else out
 
     def _attend(
@@ -277,8 +287,8 @@ class ContextParallel(Decoder):
         options: Mapping[str, Any],
         return_lse: bool,
         backend: BackendName | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a rank's own tensors, traced or not."""
+    ) -> tuple[Any, ...]:
+        """(out, lse) of a rank's own tensors, traced or not, and statistics."""
         if is_dynamo_compiling() and ends_graph(options):
             return outside_of_graphs(self._attend)(qkv, layout, options, return_lse, backend)
         if not torch.compiler.is_compiling():
@@ -347,8 +357,8 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
         rng_state: Tensor | None = None,
         known: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of `attention`, outside of tracers.
+    ) -> tuple[Any, ...]:
+        """(out, lse) of `attention`, outside of tracers, and statistics.
 
         Args:
             rng_state: of dropout; None draws it.
@@ -398,6 +408,7 @@ class ContextParallel(Decoder):
         divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
         is_partial = problem.needs_grad or plan.strategy.stages > 1
         problem = problem._replace(layout="packed", runs=2 if divided else 0, is_partial=is_partial)
+        problem = problem._replace(has_statistics=statistics.of_rows(plan.statistics))
         # A rank without tokens refuses the call as well, or it would wait for the others.
         dispatch.select(problem, backend)
         return (call, plan), {
@@ -419,6 +430,7 @@ class ContextParallel(Decoder):
             "the block mask": call.tiles and call.tiles.digest,
             "the shapes of optional tensors": shapes(options),
             "return_lse": return_lse,
+            "return_stats": sorted(plan.statistics),
             "ulysses, stages, head groups": tuple(plan.strategy),
             "gradient_dtype": self._gradient_dtype,
             "gradients": needs_gradients(qkv),
@@ -448,7 +460,8 @@ class ContextParallel(Decoder):
         if plan is None:
             strategy = select_strategy(self.requested, self._workload(layout, call))
             # The rows of one sequence, or of packed documents, have the padding at their end.
-            is_flat = only_qkv and layout.sequences <= 1 and strategy.ulysses == 1
+            names = frozenset(options.get("return_stats", ()))
+            is_flat = only_qkv and layout.sequences <= 1 and strategy.ulysses == 1 and not names
             plan = layout.plans[key] = plan_of(
                 call,
                 layout,
@@ -456,6 +469,7 @@ class ContextParallel(Decoder):
                 self._gradient_dtype,
                 backend=backend,
                 wants_lse=return_lse,
+                statistics=names,
                 reserved_processors=self.reserved_processors,
                 tokens=layout.tokens if is_flat else None,
                 memo=Memo(MOST_SIGNATURES) if only_qkv else None,
@@ -484,8 +498,8 @@ class ContextParallel(Decoder):
         layout: Layout,
         rng_state: Tensor | None,
         precomputed: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of this rank's rows, padding included.
+    ) -> tuple[Any, ...]:
+        """(out, lse) of this rank's rows, padding included, and statistics.
 
         Args:
             operands: None for a call that has nothing but q, k and v.
@@ -494,7 +508,8 @@ class ContextParallel(Decoder):
             rng_state = self._rng_state(qkv[0].device)
         if operands is None and plan.tokens is not None and precomputed is None:
             operands = Operands(*layout.flat(*qkv), rng_state=rng_state)
-            return layout.flat_results(*attend(plan, operands), plan.wants_lse)
+            out, lse = attend(plan, operands)
+            return layout.flat_results(out, lse, plan.wants_lse)
         if operands is None:
             operands, plan = Operands(*layout.packed(*qkv)), plan._replace(tokens=None)
         slopes = operands.alibi_slopes
@@ -506,9 +521,22 @@ class ContextParallel(Decoder):
         used = plan.used
         if precomputed is not None:
             precomputed = used.of_used(*layout.results_without_padding(*precomputed))
-        out, lse = attend(plan, operands, precomputed)
-        out, lse = used.with_unused(out, lse, layout.queries.tokens(self.comm.rank))
-        return layout.with_padding(out, lse)
+        out, lse, *found = attend(plan, operands, precomputed)
+        tokens = layout.tokens[0]
+        results = layout.with_padding(*used.with_unused(out, lse, tokens))
+        if not found:
+            return results
+        largest, entropy, sums = found
+        if "max_logit" in plan.statistics:
+            largest = torch.stack(self.comm.all_gather(largest)).amax(0).to(out.device)
+        if "entropy" in plan.statistics:
+            _, rows = layout.with_padding(*used.with_unused(out, entropy, tokens))
+            entropy = rows.masked_fill(rows == -torch.inf, 0.0)
+        if sums is not None:
+            sums = layout.of_own_keys(used.with_unused_keys(sums, layout.tokens[1]))
+        wanted = zip(statistics.Statistics._fields, (largest, entropy, sums), strict=True)
+        stats = {name: x for name, x in wanted if name in plan.statistics}
+        return *results, statistics.Statistics(**stats)
 
     def _rng_state(self, device: torch.device) -> Tensor:
         """A new seed and offset of dropout."""

@@ -41,6 +41,8 @@ def attend(
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, DTensor):
             raise TypeError(f"{name}: got a plain tensor, want a DTensor, as the others are")
+    if "return_stats" in options:
+        raise NotImplementedError("return_stats: got DTensors, want this rank's own tensors")
     for name, x in options.items():
         if isinstance(x, DTensor):
             raise TypeError(f"{name}: got a DTensor, want this rank's own values")

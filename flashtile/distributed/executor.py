@@ -30,7 +30,7 @@ from ..gpu.described import AbsentGpu, followed_by, representing
 from ..gpu.hardware import multiprocessors
 from ..lru import Memo
 from ..masks import Span
-from ..ops.merge.formula import merge
+from ..ops.merge.formula import merge, merge_entropies
 from ..problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -40,6 +40,7 @@ from ..problem import (
     captured_needs_grad,
     lse_dtype,
 )
+from ..statistics import Statistics, add_column_sums, entropy_gradient, largest_of_heads, of_rows
 from .arguments import PackedCall, UsedTokens, missing
 from .buffers import (
     PackedKV,
@@ -62,8 +63,8 @@ from .ulysses import Exchange, HeadShare, Ulysses, merged, share_heads
 
 def forward(
     plan: Plan, operands: Operands, wants_grad: bool, bias_needs_grad: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the rank's own queries.
+) -> tuple[Any, ...]:
+    """(out, lse) of the rank's own queries and, of a plan with `statistics`, also these.
 
     Args:
         wants_grad: whether `backward` will follow, which the backend must support, too.
@@ -75,7 +76,8 @@ def forward(
 
     Returns:
         out (tokens, heads, value_head_dim) in q's dtype, 0 in padding, and lse (heads, tokens
-        without padding).
+        without padding). `Statistics` of the rank's heads: the largest score over its own queries,
+        the entropy shaped as lse, and for its own keys the column sums (keys, heads).
     """
     with_padding, operands = operands, plan.without_padding(operands)
     q, v = operands.q, operands.v
@@ -90,25 +92,74 @@ def forward(
     if padding:
         out = padded[:tokens]
         padded[tokens:].zero_()
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=total)
+    has_statistics = of_rows(plan.statistics)
+    rows = q.new_empty(3 if has_statistics else 1, q.shape[1], q.shape[0], dtype=total).unbind()
     # Waits for the keys of a step, after those of the next one have been sent.
     for step, keys, values in _fetched(plan, operands):
-        rows, statistics = step.of_queries(out), lse[step.query_heads]
+        totals = step.of_queries(out), *(x[step.query_heads] for x in rows)
         if step.has_call:
             step_operands = _operands(plan, operands, step, keys, values)
-            problem = _problem(plan, step_operands, step, is_partial, is_partial or wants_grad)
+            problem = _problem(
+                plan, step_operands, step, is_partial, is_partial or wants_grad,
+                has_statistics=has_statistics,
+            )  # fmt: skip
+            into = totals if step.is_first and not has_statistics else None
             if step is plan.steps[0] and problem.capability is not None:
                 settings = problem.capability, with_padding, wants_grad, bias_needs_grad
                 with followed_by(partial(_describe, plan, *settings)):
-                    _attend(problem, step_operands, (rows, statistics))
-            elif step.is_first:
-                _attend(problem, step_operands, (rows, statistics))
+                    found = _attend(problem, step_operands, into)
             else:
-                part_out, part_lse = _attend(problem, step_operands)
-                merged_out, merged_lse = merge(rows, statistics.mT, part_out, part_lse.mT)
-                rows.copy_(merged_out)
-                statistics.copy_(merged_lse.mT)
-    return (padded.to(q.dtype) if is_partial else padded), lse
+                found = _attend(problem, step_operands, into)
+            if into is None:
+                found = found if step.is_first else _merged(totals, found)
+                for whole, x in zip(totals, found, strict=True):
+                    whole.copy_(x)
+    out = padded.to(q.dtype) if is_partial else padded
+    if not plan.statistics:
+        return out, rows[0]
+    column_sum = _column_sums(plan, operands, rows[0]) if "column_sum" in plan.statistics else None
+    if not has_statistics:
+        return out, rows[0], *Statistics(column_sum=column_sum)
+    lse, largest, entropy = rows
+    return out, lse, *Statistics(largest_of_heads(largest), entropy, column_sum)
+
+
+def _merged(whole: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The results of a step's call, over the keys of earlier stages and its own."""
+    out, lse, *rows = whole
+    part_out, part_lse, *part_rows = part
+    merged_out, merged_lse = merge(out, lse.mT, part_out, part_lse.mT)
+    if not rows:
+        return merged_out, merged_lse.mT
+    largest = torch.maximum(rows[0], part_rows[0])
+    return merged_out, merged_lse.mT, largest, merge_entropies(rows[1], lse, part_rows[1], part_lse)
+
+
+def _column_sums(plan: Plan, operands: Operands, lse: Tensor) -> Tensor:
+    """(keys, query heads): the probabilities of the rank's own keys, added up over the queries of
+    all ranks. They follow from the whole log-sum-exp, so the keys travel again; the sums return
+    like gradients of keys.
+    """
+    plan, k = plan._replace(gradient_dtype=None), operands.k
+    group = lse.shape[0] // max(k.shape[1], 1)
+    total = lse.new_zeros(*k.shape[:2], group)
+    returning: list[KeyGradients] = []
+    for step, keys, values in _fetched(plan, operands):
+        sums = lse.new_zeros(keys.shape[1] * group, keys.shape[0])
+        if step.has_call:
+            step_operands = _operands(plan, operands, step, keys, values)
+            problem = _problem(plan, step_operands, step, True)
+            given = lse[step.query_heads], sums
+            if problem.layout == "dense":
+                given = given[0][None], sums[None]
+            add_column_sums(problem, step_operands, *given)
+        of_heads = sums.mT.reshape(keys.shape[0], keys.shape[1], group)
+        returning.append(KeyGradients(plan, step, of_heads, of_heads[..., :0]))
+        if len(returning) > 1:
+            returning.pop(0).add_to(total, total[..., :0])
+    for last in returning:
+        last.add_to(total, total[..., :0])
+    return total.flatten(1)
 
 
 def backward(
@@ -119,6 +170,8 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     bias_needs_grad: bool,
+    entropy: Tensor | None = None,
+    dentropy: Tensor | None = None,
 ) -> Gradients:
     """Gradients of the rank's own tensors, from what `forward` got and returned, but without rows
     of padding in `out` and `dout`: those of q, k and v in their dtype if no sum of them is needed,
@@ -166,6 +219,9 @@ def backward(
                 None if dq is None else step.of_queries(dq),
             )
             part = _gradients(problem, step_operands, *results)
+            if entropy is not None and dentropy is not None:
+                given = lse[heads], entropy[heads], dentropy[heads]
+                part = _with_entropy(problem, step_operands, part, *given)
             if makes_dq:
                 all_dq = part.dq
             dk_part, dv_part = part.dk, part.dv
@@ -194,11 +250,12 @@ def _describe(
     """A forward and its backward as on a GPU, with tensors that have no memory and no exchange."""
     nobody: Any = SimpleNamespace(exchange=lambda *messages: DONE)
     memo: Memo[Any, Any] | None = None if plan.memo is None else Memo(4 * len(plan.steps))
-    plan = plan._replace(comm=nobody, memo=memo)
+    rows = plan.statistics - {"column_sum"}
+    plan = plan._replace(comm=nobody, memo=memo, statistics=rows)
     gpu = AbsentGpu(capability, multiprocessors(operands.q.device))
     described = operands.without_memory()
     with representing(gpu):
-        out, lse = forward(plan, described, wants_grad, bias_needs_grad)
+        out, lse, *_ = forward(plan, described, wants_grad, bias_needs_grad)
         if wants_grad:
             out = out[: lse.shape[1]]
             dlse = lse if plan.wants_lse else None
@@ -206,15 +263,17 @@ def _describe(
 
 
 def _attend(
-    problem: AttentionProblem, operands: Operands, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a step's call, packed; written to `into`, if it is given."""
+    problem: AttentionProblem, operands: Operands, into: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, ...]:
+    """(out, lse) of a step's call and its statistics of rows, packed; written to `into`, if it is
+    given."""
     is_dense = problem.layout == "dense"
+    results: Any = into
     if into is not None and is_dense:
-        into = into[0][None], into[1][None]
+        results = into[0][None], into[1][None]
     with autocast_off(operands.q):
-        out, lse = dispatch.BACKENDS[problem.options.backend].forward(problem, operands, into)
-    return (out[0], lse[0]) if is_dense else (out, lse)
+        found = dispatch.BACKENDS[problem.options.backend].forward(problem, operands, results)
+    return tuple(x[0] for x in found) if is_dense else found
 
 
 def _gradients(
@@ -234,6 +293,25 @@ def _gradients(
         dlse, add_to = (None if x is None else x[None] for x in (dlse, add_to))
         part = backward(problem, operands, out[None], lse[None], dout[None], dlse, add_to)
     return part._replace(dq=part.dq[0], dk=part.dk[0], dv=part.dv[0])
+
+
+def _with_entropy(
+    problem: AttentionProblem,
+    operands: Operands,
+    part: Gradients,
+    lse: Tensor,
+    entropy: Tensor,
+    dentropy: Tensor,
+) -> Gradients:
+    """The gradients of a step's call, plus those of the entropy of each row."""
+    is_dense = problem.layout == "dense"
+    rows = (x[None] if is_dense else x for x in (lse, entropy, dentropy))
+    with autocast_off(lse):
+        more = entropy_gradient(problem, operands, *rows)
+    of_qkv = (x[0] if is_dense else x for x in more[:3] if x is not None)
+    dq, dk, dv = (g.add_(x) for g, x in zip(part[:3], of_qkv, strict=True))
+    rest = zip(part[3:], more[3:], strict=True)
+    return Gradients(dq, dk, dv, *(g if g is None or x is None else g + x for g, x in rest))
 
 
 class _Shared(NamedTuple):
@@ -404,12 +482,13 @@ def _problem(
     needs_grad: bool = False,
     bias_needs_grad: bool = False,
     has_whole_queries: bool = False,
+    has_statistics: bool = False,
 ) -> AttentionProblem:
     """The facts of a step's call, with its backend. Not every backend has gradients, so a backward
     says which it needs, and a forward before it selects a backend that also has partial results."""
     settings = is_partial, is_selected_as_partial, needs_grad, bias_needs_grad, has_whole_queries
     switch = operands.q.is_cuda and allows_tf32()
-    key = "problem", step.number, *settings, dispatch.forced(), switch
+    key = "problem", step.number, *settings, has_statistics, dispatch.forced(), switch
     if dispatch.is_batch_invariant():
         raise missing("batch_invariant")
     cached: AttentionProblem | None = None if plan.memo is None else plan.memo.get(key)
@@ -430,6 +509,7 @@ def _problem(
         needs_grad=needs_grad,
         bias_needs_grad=bias_needs_grad,
         has_whole_queries=has_whole_queries,
+        has_statistics=has_statistics,
     )
     options = options._replace(backend=dispatch.select(problem, plan.backend))
     problem = problem._replace(options=options, is_partial=is_partial)
@@ -525,7 +605,8 @@ _BIAS = Operands._fields.index("bias")
 
 
 class ContextAttention(torch.autograd.Function):
-    """(plan, operands, precomputed (out, lse), the differentiable operands) -> (out, lse).
+    """(plan, operands, precomputed (out, lse), the differentiable operands) -> (out, lse), and the
+    three of `Statistics` if the plan has some.
 
     The exchanges of the forward and those of the backward are each in one node of autograd's graph,
     so that all ranks run them in the same order, also a rank that has no heads or no tokens.
@@ -538,34 +619,38 @@ class ContextAttention(torch.autograd.Function):
         operands: Operands,
         precomputed: tuple[Tensor, Tensor] | None,
         *differentiable: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, ...]:
         ulysses = plan.ulysses
         spread = operands if ulysses is None else ulysses.spread(operands)
         needed = ctx.needs_input_grad
+        found = Statistics()
         if precomputed is None:
-            out, lse = forward(plan, spread, any(needed), needed[3 + _BIAS])
+            out, lse, *more = forward(plan, spread, any(needed), needed[3 + _BIAS])
+            found = Statistics(*more)
         elif ulysses is None:
             out, lse = precomputed[0].clone(), precomputed[1].clone()
         else:
             out, lse = ulysses.spread_out(precomputed[0]), ulysses.spread_lse(precomputed[1])
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.bias = plan, operands.bias
-        ctx.save_for_backward(out, lse, *spread)
+        ctx.save_for_backward(out, lse, found.entropy, *spread)
         if ulysses is not None:
             out, lse = ulysses.collect_results(out, lse)
-        if not plan.wants_lse:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
+            found = ulysses.collect_statistics(found)
+        constants = (None if plan.wants_lse else lse), found.max_logit, found.column_sum
+        ctx.mark_non_differentiable(*(x for x in constants if x is not None))
+        return (out, lse, *found) if plan.statistics else (out, lse)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        if is_batched(dout) or is_batched(dlse):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *of_statistics: Any) -> Any:
+        dentropy = Statistics(*of_statistics).entropy
+        if is_batched(dout) or is_batched(dlse) or is_batched(dentropy):
             raise NotImplementedError(
                 "is_grads_batched: got True, want False under context parallelism"
             )
         # Of a derivative that will be differentiated, every use requires a gradient.
         differentiated = torch.ones((), requires_grad=torch.is_grad_enabled())
-        gradients = _FirstDerivative.apply(ctx, dout, dlse, differentiated)
+        gradients = _FirstDerivative.apply(ctx, dout, dlse, dentropy, differentiated)
         return None, None, None, *gradients
 
 
@@ -573,24 +658,37 @@ class _FirstDerivative(torch.autograd.Function):
     """The gradients of `ContextAttention`; their own derivative raises NotImplementedError."""
 
     @staticmethod
-    def forward(_ctx: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None, __: Tensor) -> Any:
+    def forward(
+        _ctx: Any,
+        ctx: Any,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        dentropy: Tensor | None,
+        __: Tensor,
+    ) -> Any:
         plan = ctx.plan
         ulysses, tokens = plan.ulysses, plan.tokens
-        out, lse, *saved = ctx.saved_tensors
+        out, lse, entropy, *saved = ctx.saved_tensors
         operands = Operands(*saved)
         heads = out.shape[1] if ulysses is None else ulysses.heads[0]
         if dout is None:
-            assert dlse is not None
-            dout = out.new_zeros(dlse.shape[1], heads, out.shape[2])
-        if plan.wants_lse and dlse is None:  # on this rank, perhaps not on the others
-            dlse = lse.new_zeros(heads, dout.shape[0] if tokens is None else tokens[0])
+            rows = dentropy if dlse is None else dlse
+            assert rows is not None
+            dout = out.new_zeros(rows.shape[1], heads, out.shape[2])
+        # What has no gradient on this rank may have one on the others.
+        of_rows = heads, dout.shape[0] if tokens is None else tokens[0]
+        if plan.wants_lse and dlse is None:
+            dlse = lse.new_zeros(of_rows)
+        if entropy is not None and dentropy is None:
+            dentropy = lse.new_zeros(of_rows)
         if tokens is not None:
             out, dout = out[: tokens[0]], dout[: tokens[0]]
         if ulysses is not None:
             dout = ulysses.spread_out(dout)
-            dlse = None if dlse is None else ulysses.spread_lse(dlse)
+            dlse, dentropy = (x if x is None else ulysses.spread_lse(x) for x in (dlse, dentropy))
         needed = ctx.needs_input_grad[3:]
-        gradients = backward(plan, operands, out, lse, dout, dlse, needed[_BIAS])
+        given = out, lse, dout, dlse, needed[_BIAS], entropy, dentropy
+        gradients = backward(plan, operands, *given)
         if ulysses is not None:
             gradients = ulysses.collect_gradients(gradients, operands._replace(bias=ctx.bias))
         found = zip(gradients, operands[:DIFFERENTIABLE], needed, strict=True)
@@ -609,8 +707,9 @@ class _FirstDerivative(torch.autograd.Function):
 
 def attend(
     plan: Plan, operands: Operands, precomputed: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a rank's own queries, recorded for gradients if some tensor needs them.
+) -> tuple[Any, ...]:
+    """(out, lse) of a rank's own queries, recorded for gradients if some tensor needs them; and
+    `Statistics`, if the plan has some.
 
     Args:
         precomputed: (out, lse), if an equal call has computed them.
@@ -646,6 +745,7 @@ class Plan(NamedTuple):
     gradient_dtype: torch.dtype | None  # of dK and dV as they are sent; None is that of their sums
     used: UsedTokens
     wants_lse: bool = True  # otherwise nobody sees lse, and it has no gradient
+    statistics: frozenset[str] = frozenset()  # the names of those that the caller wants
     has_packed_bias: bool = False  # its rows are those of q: see `buffers`
     reserved_processors: int = 0  # see `AttentionProblem`
     # Rows of q and of k and v without padding, if these have padding; then out has it, too.

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import current_layout
 from ..lru import Memo
@@ -234,6 +235,15 @@ class Layout:
             out = torch.cat([out, out.new_zeros(missing, *out.shape[1:])])
             lse = torch.cat([lse, lse.new_full((*lse.shape[:-1], missing), -torch.inf)], -1)
         return (out.transpose(0, 1), lse) if self.sequences else (out, lse)
+
+    def of_own_keys(self, sums: Tensor) -> Tensor:
+        """Column sums of packed keys (tokens, heads) as (heads, rows) or (batch, heads, rows), with
+        zeros in padding."""
+        batch = max(self.sequences, 1)
+        # (batch, heads, tokens of a sequence)
+        sums = sums.unflatten(0, (batch, len(sums) // batch)).mT
+        sums = pad(sums, (0, self.local_keys - sums.shape[2]))
+        return sums if self.sequences else sums[0]
 
     def flat(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Shards (1, rows, heads, head_dim) or (rows, heads, head_dim) as packed tokens, with the

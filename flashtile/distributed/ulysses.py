@@ -17,6 +17,7 @@ from torch import Tensor
 from ..backend_interface import Gradients
 from ..masks import Span
 from ..problem import Operands
+from ..statistics import Statistics
 from .buffers import of_heads
 from .collectives import Communicator, exchange
 from .partition import Piece, ShardMap
@@ -187,6 +188,20 @@ class Ulysses(NamedTuple):
         out = self.queries.collect(out, self._query_heads, self.heads[0])
         lse = self.queries.collect(lse.mT.unsqueeze(2), self._query_heads, self.heads[0])
         return out, lse.squeeze(2).mT
+
+    def collect_statistics(self, found: Statistics) -> Statistics:
+        """The entropies of this rank's tokens and the sums of its keys, (keys, heads), likewise;
+        the largest scores of this rank's heads, with -inf for all other heads."""
+        largest, entropy, sums = found
+        if largest is not None:
+            own, largest = largest, largest.new_full((self.heads[0],), -torch.inf)
+            largest[self.share.queries] = own
+        if entropy is not None:
+            rows = entropy.mT.unsqueeze(2)
+            entropy = self.queries.collect(rows, self._query_heads, self.heads[0]).squeeze(2).mT
+        if sums is not None:
+            sums = self.keys.collect(sums, self._query_heads, self.heads[0])
+        return Statistics(largest, entropy, sums)
 
     def collect_gradients(self, gradients: Gradients, operands: Operands) -> Gradients:
         """The gradients of this rank's own tensors, from those of its heads."""

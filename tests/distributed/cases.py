@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import flashtile
-from flashtile import BlockMask, Spans
+from flashtile import BlockMask, Spans, Statistics
 from flashtile.distributed import ContextParallel, Layout, Mask, context
 from flashtile.dropout import draw_rng_state
 from flashtile.testing.tolerance import assert_close
@@ -137,6 +137,7 @@ class Case:
         self.dout = self.draw(*q_shape, Hq, Dv)
         heads_first = (self.batch, Hq, q_shape[-1]) if self.batch else (Hq, q_shape[-1])
         self.dlse = self.draw(*heads_first)
+        self.dentropy = self.draw(*heads_first) if has("return_stats", 0.3) else None
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.g, dtype=torch.float64)
@@ -160,16 +161,22 @@ class Case:
             rows = leaves["bias"][0].split(self.cu[0].diff().tolist(), dim=1)
             padded = (pad(x, (0, 0, 0, self.longest[0] - x.shape[1])) for x in rows)
             options["bias"] = torch.stack(list(padded))
+        options |= self.wanted_results
         if self.batch:
-            out, lse = flashtile.attention(**options, return_lse=True)
+            results = flashtile.attention(**options)
         else:
             q, k, v = (options.pop(name) for name in "qkv")
-            out, lse = flashtile.attention_varlen(
-                q, k, v, *self.cu, *self.longest, **options, return_lse=True
-            )
-        loss(out, lse, self.dout.to(out), self.dlse.to(lse)).backward()
+            results = flashtile.attention_varlen(q, k, v, *self.cu, *self.longest, **options)
+        loss(results, self.dout, self.dlse, self.dentropy).backward()
         gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
-        return {"out": out, "lse": lse, **gradients}
+        out, lse, *found = results
+        return {"out": out, "lse": lse, **(found[0]._asdict() if found else {}), **gradients}
+
+    @property
+    def wanted_results(self) -> dict[str, Any]:
+        """The options of a call that say what it returns."""
+        names = None if self.dentropy is None else Statistics._fields
+        return {"return_lse": True, "return_stats": names}
 
     def described(self) -> str:
         """The case in a line."""
@@ -218,15 +225,21 @@ class Case:
             masks["attn_mask"] = layout.shard(masks["attn_mask"], dim=2)
         options: dict[str, Any] = {**self.options, **masks}
         options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
-        options |= {"return_lse": True}
+        options |= self.wanted_results
         if self.block_mask is not None:
             options["block_mask"] = self.block_mask.to(device)
         if self.spans is not None:
             options["mask"] = Spans(*(layout.shard(x, dim=2).to(device) for x in self.spans))
-        out, lse = parallel.attention(**arguments(leaves), layout=layout, **options)
-        dlse = layout.shard(self.dlse, dim=self.dlse.dim() - 1)
-        loss(out, lse, layout.shard(self.dout).to(out), dlse.to(lse)).backward()
-        got = {"out": layout.unshard(out), "lse": layout.unshard(lse, dim=lse.dim() - 1)}
+        results = parallel.attention(**arguments(leaves), layout=layout, **options)
+        out, lse, *found = results
+        tokens = self.dlse.dim() - 1
+        rows = (x if x is None else layout.shard(x, tokens) for x in (self.dlse, self.dentropy))
+        loss(results, layout.shard(self.dout), *rows).backward()
+        got = {"out": layout.unshard(out), "lse": layout.unshard(lse, tokens)}
+        if found:
+            largest, entropy, sums = found[0]
+            got |= {"max_logit": largest, "entropy": layout.unshard(entropy, tokens)}
+            got["column_sum"] = keys.unshard(sums, tokens)
         for name, x in leaves.items():
             gradient = x.grad if x.grad is not None else torch.zeros_like(x)
             got[name] = layouts[name].unshard(gradient) if name in layouts else gradient
@@ -259,8 +272,11 @@ def on_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "draw_rng_state", draw)
 
 
-def loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
-    return (out * dout).sum() + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse).sum()
+def loss(results: tuple[Any, ...], dout: Tensor, dlse: Tensor, dentropy: Tensor | None) -> Tensor:
+    out, lse, *found = results
+    total = (out * dout.to(out)).sum()
+    total = total + (lse.masked_fill(lse == -torch.inf, 0.0) * dlse.to(lse)).sum()
+    return total if dentropy is None else total + (found[0].entropy * dentropy.to(lse)).sum()
 
 
 def compare(case: Case, results: list[dict[str, Tensor]]) -> None:

@@ -67,3 +67,12 @@ def test_half_precision(seed: int) -> None:
     truth = measured(cpu, converted(operands, torch.float64), options)
     for x, want in zip(measured(backend, operands, options), truth, strict=True):
         torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_large_scores(seed: int) -> None:
+    """Beside scores of -1e9, rounding the log-sum-exp loses the number of keys."""
+    operands, options = make_call("bias", torch.float32, seed)
+    bias = torch.full_like(operands.bias, -1e9)
+    _, _, column_sum = measured(backend, operands._replace(bias=bias), options)
+    rows = column_sum.sum(-1)
+    torch.testing.assert_close(rows, torch.full_like(rows, operands.q.shape[1]))

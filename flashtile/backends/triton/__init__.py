@@ -78,7 +78,7 @@ def forward(
         problem = _over_float8_keys(problem)
     if into is not None:
         return launch.forward_into(problem, operands, into)
-    return launch.forward(problem, operands)
+    return launch.forward(problem, operands)[:4]
 
 
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:

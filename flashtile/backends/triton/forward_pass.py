@@ -244,10 +244,11 @@ def first_sums(sink_ptr, h, part, cfg: tl.constexpr):
     else:
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if not cfg.HAS_STATISTICS:
-        return row_max, row_sum
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    return row_max, row_sum, largest, tl.zeros([BLOCK_M], tl.float32)
+    sums = row_max, row_sum
+    if cfg.HAS_STATISTICS:
+        largest, weighted = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros_like(row_sum)
+        sums = row_max, row_sum, largest, weighted  # type: ignore[assignment]
+    return sums
 
 
 @triton.jit

@@ -31,6 +31,16 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return out_a * share_a + out_b * share_b, lse
 
 
+def merge_entropies(entropy_a: Tensor, lse_a: Tensor, entropy_b: Tensor, lse_b: Tensor) -> Tensor:
+    """The entropies of rows over the keys of two parts, from the entropy and the log-sum-exp of
+    each part, all (...): with the shares w of the parts, ``sum w (H - log w)``. 0 for a row that
+    neither part saw.
+    """
+    lse = torch.stack((lse_a, lse_b))
+    shares = torch.softmax(lse, 0).masked_fill((lse == -torch.inf).all(0), 0.0)
+    return (shares * torch.stack((entropy_a, entropy_b)) + torch.special.entr(shares)).sum(0)
+
+
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Add a key of logit `sink` (broadcast to `lse`) and value zero to the softmax of (`out`,
     `lse`).
