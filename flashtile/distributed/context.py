@@ -408,7 +408,8 @@ class ContextParallel(Decoder):
         divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
         is_partial = problem.needs_grad or plan.strategy.stages > 1
         problem = problem._replace(layout="packed", runs=2 if divided else 0, is_partial=is_partial)
-        problem = problem._replace(has_statistics=statistics.of_rows(plan.statistics))
+        if plan.statistics:
+            problem = problem._replace(has_statistics=statistics.of_rows(plan.statistics))
         # A rank without tokens refuses the call as well, or it would wait for the others.
         dispatch.select(problem, backend)
         return (call, plan), {

@@ -92,7 +92,7 @@ def forward(
     if padding:
         out = padded[:tokens]
         padded[tokens:].zero_()
-    has_statistics = of_rows(plan.statistics)
+    has_statistics = bool(plan.statistics) and of_rows(plan.statistics)
     rows = q.new_empty(3 if has_statistics else 1, q.shape[1], q.shape[0], dtype=total).unbind()
     # Waits for the keys of a step, after those of the next one have been sent.
     for step, keys, values in _fetched(plan, operands):
