@@ -58,23 +58,9 @@ def _flash_attn_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.fwd`."""
-    return tuple(
-        flash_attn_gpu.fwd(
-            q,
-            k,
-            v,
-            None,
-            alibi_slopes,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size_left,
-            window_size_right,
-            softcap,
-            return_softmax,
-            generator,
-        )
-    )
+    mask = (causal, window_size_left, window_size_right)
+    call = (q, k, v, None, alibi_slopes, dropout_p, softmax_scale, *mask, softcap)
+    return tuple(flash_attn_gpu.fwd(*call, return_softmax, generator))
 
 
 def _flash_attn_varlen_forward(
@@ -102,32 +88,11 @@ def _flash_attn_varlen_forward(
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
     """(out, softmax_lse, S_dmask, rng_state) of `flash_attn_2_cuda.varlen_fwd`."""
-    return tuple(
-        flash_attn_gpu.varlen_fwd(
-            q,
-            k,
-            v,
-            None,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            leftpad_k,
-            block_table,
-            alibi_slopes,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            zero_tensors,
-            causal,
-            window_size_left,
-            window_size_right,
-            softcap,
-            return_softmax,
-            generator,
-            num_splits,
-        )
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+    numbers = (max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors)
+    mask = (causal, window_size_left, window_size_right)
+    call = (q, k, v, None, *lengths, alibi_slopes, *numbers, *mask, softcap)
+    return tuple(flash_attn_gpu.varlen_fwd(*call, return_softmax, generator, num_splits))
 
 
 def _flash_attn_backward(
@@ -151,27 +116,10 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """Write the gradients into dq, dk and dv; returns softmax_d of `flash_attn_2_cuda.bwd`."""
-    return flash_attn_gpu.bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        alibi_slopes,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-        None,
-        rng_state,
-    )[3]
+    tensors = (dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes)
+    mask = (causal, window_size_left, window_size_right)
+    call = (*tensors, dropout_p, softmax_scale, *mask, softcap)
+    return flash_attn_gpu.bwd(*call, deterministic, None, rng_state)[3]
 
 
 def _flash_attn_varlen_backward(
@@ -202,32 +150,11 @@ def _flash_attn_varlen_backward(
     """Write the gradients into dq, dk and dv; returns softmax_d of
     `flash_attn_2_cuda.varlen_bwd`.
     """
-    return flash_attn_gpu.varlen_bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        zero_tensors,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        deterministic,
-        None,
-        rng_state,
-    )[3]
+    tensors = (dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k)
+    numbers = (max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors)
+    mask = (causal, window_size_left, window_size_right)
+    call = (*tensors, alibi_slopes, *numbers, *mask, softcap)
+    return flash_attn_gpu.varlen_bwd(*call, deterministic, None, rng_state)[3]
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward

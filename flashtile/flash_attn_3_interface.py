@@ -167,23 +167,10 @@ def flash_attn_qkvpacked_func(
     queries, (batch, seq, num_heads_q + 2 * kv_heads, head_dim).
     """
     q, k, v = _unpacked(qkv, num_heads_q)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        window_size,
-        attention_chunk,
-        softcap,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-    )
+    descales = (q_descale, k_descale, v_descale)
+    call = (q, k, v, softmax_scale, causal, None, *descales, window_size, attention_chunk, softcap)
+    num_splits, pack_gqa = 1, None  # the defaults
+    return flash_attn_func(*call, num_splits, pack_gqa, deterministic, sm_margin, return_attn_probs)
 
 
 def flash_attn_with_kvcache(

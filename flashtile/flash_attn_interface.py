@@ -133,20 +133,8 @@ def flash_attn_kvpacked_func(
         ValueError, TypeError, NotImplementedError: as `flash_attn_func`.
     """
     k, v = checks.unpacked("kv", kv, 2, "batch, seq_k, 2, kv_heads, head_dim")
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **extras,
-    )
+    call = (q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(*call, deterministic, return_attn_probs, **extras)
 
 
 def flash_attn_qkvpacked_func(
@@ -183,20 +171,8 @@ def flash_attn_qkvpacked_func(
         ValueError, TypeError, NotImplementedError: as `flash_attn_func`.
     """
     q, k, v = checks.unpacked("qkv", qkv, 3, "batch, seq, 3, heads, head_dim")
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **extras,
-    )
+    call = (q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(*call, deterministic, return_attn_probs, **extras)
 
 
 def flash_attn_varlen_func(
@@ -312,24 +288,9 @@ def flash_attn_varlen_kvpacked_func(
         ValueError, TypeError, NotImplementedError: as `flash_attn_varlen_func`.
     """
     k, v = checks.unpacked("kv", kv, 2, "total_k, 2, kv_heads, head_dim")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **extras,
-    )
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call = (q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_varlen_func(*call, deterministic, return_attn_probs, **extras)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -370,24 +331,9 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError, TypeError, NotImplementedError: as `flash_attn_varlen_func`.
     """
     q, k, v = checks.unpacked("qkv", qkv, 3, "total, 3, heads, head_dim")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **extras,
-    )
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    call = (q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_varlen_func(*call, deterministic, return_attn_probs, **extras)
 
 
 def flash_attn_with_kvcache(

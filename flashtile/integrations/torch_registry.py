@@ -121,27 +121,11 @@ def _flash_forward(
             query, key, value, out, alibi_slopes, dropout_p, scale, is_causal, *window, *tail
         )
     else:
-        results = flash.varlen_fwd(
-            query,
-            key,
-            value,
-            out,
-            cum_seq_q.int(),
-            _key_offsets(cum_seq_k, seqused_k),
-            seqused_k,
-            None,  # leftpad_k
-            block_table,
-            alibi_slopes,
-            max_q,
-            max_k,
-            dropout_p,
-            scale,
-            False,  # zero_tensors
-            is_causal,
-            *window,
-            *tail,
-            num_splits=num_splits or 0,
-        )
+        offsets = cum_seq_q.int(), _key_offsets(cum_seq_k, seqused_k)
+        keys = seqused_k, None, block_table, alibi_slopes  # no leftpad_k
+        numbers = max_q, max_k, dropout_p, scale, False, is_causal  # no zero_tensors
+        call = query, key, value, out, *offsets, *keys, *numbers, *window, *tail
+        results = flash.varlen_fwd(*call, num_splits=num_splits or 0)
     result, lse, debug_mask, rng_state = results
     return result, lse, rng_state.view(torch.uint64), _unused(query), debug_mask
 
@@ -218,20 +202,9 @@ def _sdpa_flash(
     out = query.new_empty(*query.shape[:3], value.shape[3])
     out = torch.empty_like(query) if out.shape == query.shape else out  # the strides of the query
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    _, lse, rng_state, unused, debug_mask = _flash_forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        M,
-        N,
-        dropout_p,
-        is_causal,
-        return_debug_mask,
-        scale=scale,
-        out=out.transpose(1, 2),
-    )
+    call = (q, k, v, None, None, M, N, dropout_p, is_causal, return_debug_mask)
+    results = _flash_forward(*call, scale=scale, out=out.transpose(1, 2))
+    _, lse, rng_state, unused, debug_mask = results
     return out, lse, None, None, M, N, rng_state, unused, debug_mask
 
 
@@ -255,23 +228,9 @@ def _sdpa_flash_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, result = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    gradients = _flash_backward(
-        dout,
-        q,
-        k,
-        v,
-        result,
-        logsumexp,
-        None,
-        None,
-        max_q,
-        max_k,
-        dropout_p,
-        is_causal,
-        philox_seed,
-        philox_offset,
-        scale=scale,
-    )
+    tensors = (dout, q, k, v, result, logsumexp, None, None)
+    call = (*tensors, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+    gradients = _flash_backward(*call, scale=scale)
     return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 

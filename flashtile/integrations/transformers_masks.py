@@ -217,17 +217,8 @@ def attention_mask(
             # What is known of a mask holds for one call of the model.
             return attention_mask if tracing else attach_pattern(attention_mask.clone(), complete)
         attention_mask = rows("attention_mask", attention_mask, batch_size)
-    exact = partial(
-        _exact,
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        options,
-    )
+    sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    exact = partial(_exact, *sizes, mask_function, attention_mask, options)
     pattern = recognise(mask_function)
     if pattern is None or (pattern.attention_chunk and kv_offset):
         return exact()
