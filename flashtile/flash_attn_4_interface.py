@@ -145,8 +145,9 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table
     )
     out, lse = attend(
-        Tensors(q, k, v, qv),
+        (q, k, v),
         layout,
+        qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=Window(*window_size),
@@ -283,8 +284,9 @@ def _flash_attn_fwd(
     )
     with torch.no_grad():
         found, found_lse = attend(
-            Tensors(q, k, v, qv),
+            (q, k, v),
             layout,
+            qv=qv,
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=Window(window_size_left, window_size_right),
@@ -421,13 +423,6 @@ def _refuse(**given: Any) -> None:
 # Queries and keys are padded or packed, independently.
 
 
-class Tensors(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    qv: Tensor | None
-
-
 class Layout(NamedTuple):
     """The layout of queries and keys; those without cumulative lengths are padded."""
 
@@ -444,11 +439,13 @@ class Layout(NamedTuple):
         return all(x is None for x in (self.cu_seqlens_q, self.cu_seqlens_k, self.page_table))
 
 
-def attend(tensors: Tensors, layout: Layout, **options: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, **options: Any
+) -> tuple[Tensor, Tensor]:
     """(out, lse) with the heads of lse first."""
-    q, k, v, qv = tensors
+    q, k, v = qkv
     cu_seqlens_q, cu_seqlens_k, M, N, seqused_q, seqused_k, page_table = layout
-    options |= {"qv": qv, "seqused_q": seqused_q, "seqused_k": seqused_k, "return_lse": True}
+    options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "return_lse": True}
     result: Any
     if layout.is_padded:
         result = attention(q, k, v, **options)

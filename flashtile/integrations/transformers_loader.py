@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..api import attention, attention_varlen, attention_with_kvcache
+from .. import flash_attn_interface as ours
 
 _logger = logging.get_logger(__name__)
 
@@ -126,20 +126,9 @@ def flash_attn_func(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """`flashtile.attention`."""
-    out = attention(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        sink=s_aux,
-    )
-    return cast(Tensor, out)
+    """`flashtile.flash_attn_func`."""
+    call = (q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, None, deterministic)
+    return cast(Tensor, ours.flash_attn_func(*call, sink=s_aux))
 
 
 def flash_attn_varlen_func(
@@ -159,7 +148,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """`flashtile.attention_varlen`.
+    """`flashtile.flash_attn_varlen_func`.
 
     Raises:
         ValueError: `max_seqlen_q` exceeds the number of all queries. This happens when a model that
@@ -171,24 +160,10 @@ def flash_attn_varlen_func(
             "queries; for packed sequences pass this model cu_seq_lens_q, cu_seq_lens_k, "
             "max_length_q and max_length_k"
         )
-    out = attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        deterministic=deterministic,
-        sink=s_aux,
-        page_table=block_table,
-    )
-    return cast(Tensor, out)
+    lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    call = (q, k, v, *lengths, dropout_p, softmax_scale, causal, window_size, softcap, None)
+    options: Any = {"block_table": block_table, "sink": s_aux}
+    return cast(Tensor, ours.flash_attn_varlen_func(*call, deterministic, **options))
 
 
 def flash_attn_with_kvcache(
@@ -205,19 +180,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """`flashtile.attention_with_kvcache`."""
-    out = attention_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        cache_seqlens=cache_seqlens,
-        page_table=block_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        sink=s_aux,
-    )
-    return cast(Tensor, out)
+    """`flashtile.flash_attn_with_kvcache`."""
+    tokens = (k, v, None, None, cache_seqlens, None, None, block_table)
+    call = (q, k_cache, v_cache, *tokens, softmax_scale, causal, window_size, softcap)
+    return cast(Tensor, ours.flash_attn_with_kvcache(*call, sink=s_aux))
