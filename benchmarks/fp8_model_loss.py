@@ -1,4 +1,5 @@
-"""The loss of SmolLM2-135M on Shakespeare's Hamlet when every attention runs in float8.
+"""The loss of SmolLM2-135M on Shakespeare's Hamlet when every attention runs in float8, or
+over a cache of packed rows.
 
     python -m benchmarks.fp8_model_loss --csv benchmarks/results/cpu/fp8-model-loss.csv
 
@@ -22,6 +23,7 @@ from transformers import AttentionInterface
 
 import flashtile
 from examples.demo.inputs import cut, find_model, find_play, load
+from flashtile import CacheFormat, cache_formats
 
 Attend = Callable[..., Any]
 
@@ -38,6 +40,14 @@ def in_8_bits(**how: Any) -> Attend:
     )
 
 
+def in_rows(cache_format: CacheFormat) -> Attend:
+    """Attention in bfloat16 over keys and values as a cache of packed rows holds them."""
+    return lambda q, k, v, **options: in_16_bits(
+        q, *(cache_format.unpacked(cache_format.packed(x.bfloat16())) for x in (k, v)), **options
+    )
+
+
+HEAD_DIM = 64  # of SmolLM2-135M
 SCHEMES: dict[str, Attend] = {
     "float32": flashtile.attention,
     "bfloat16": in_16_bits,
@@ -45,6 +55,10 @@ SCHEMES: dict[str, Attend] = {
     "float8, Q and K rotated": in_8_bits(),
     "float8, K smoothed": in_8_bits(hadamard=False, smooth_k=True),
     "float8, Q and K rotated, K smoothed": in_8_bits(smooth_k=True),
+    "cache in e5m2": in_rows(cache_formats.e5m2(HEAD_DIM)),
+    "cache in int8": in_rows(cache_formats.int8(HEAD_DIM)),
+    "cache in int4, a scale for 32 elements": in_rows(cache_formats.int4(HEAD_DIM)),
+    "cache in nvfp4": in_rows(cache_formats.nvfp4(HEAD_DIM)),
 }
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from generated import update
 
+from flashtile import cache_formats
 from flashtile.call import dispatch
 from flashtile.problem import AttentionProblem, Options
 
+INT8 = cache_formats.int8(64)
 PAGE = Path(__file__).parent / "hardware.md"
 
 # Where each backend would run: device type, compute capability.
@@ -78,6 +80,10 @@ ROWS: dict[str, dict[str, object]] = {
         "has_descale": True,
         "needs_grad": False,
     },
+    "key-value cache of packed rows": options(
+        k_unpack=INT8.program, v_unpack=INT8.program, value_head_dim=64
+    )
+    | {"has_lengths": True, "needs_grad": False},
     "softcap": options(softcap=20.0),
     "ALiBi": {"has_alibi": True},
     "dropout": options(dropout_p=0.1),

@@ -4,6 +4,7 @@ CUDA GPUs.
 
 from . import lazy
 from .api import attention, attention_varlen, attention_with_kvcache, explain, workspace_size
+from .cache_formats import CacheFormat
 from .call.dispatch import backend, batch_invariant
 from .combine import flash_attn_combine
 from .flash_attn_interface import (
@@ -23,6 +24,7 @@ from .statistics import Statistics
 # Type checkers read __init__.pyi instead of this file.
 _SUBMODULES = (
     "bert_padding",
+    "cache_formats",
     "distributed",
     "flash_blocksparse_attn_interface",
     "integrations",
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
+    "CacheFormat",
     "Folded",
     "Quantized",
     "Spans",

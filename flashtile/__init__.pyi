@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import bert_padding as bert_padding
+from . import cache_formats as cache_formats
 from . import distributed as distributed
 from . import flash_blocksparse_attn_interface as flash_blocksparse_attn_interface
 from . import integrations as integrations
@@ -17,6 +18,7 @@ from . import modules as modules
 from . import testing as testing
 from .api import explain as explain
 from .api import workspace_size as workspace_size
+from .cache_formats import CacheFormat as CacheFormat
 from .call.dispatch import BackendName
 from .call.dispatch import backend as backend
 from .call.dispatch import batch_invariant as batch_invariant
@@ -35,6 +37,7 @@ __version__: str
 
 __all__ = [
     "BlockMask",
+    "CacheFormat",
     "Folded",
     "Quantized",
     "Spans",
@@ -650,6 +653,7 @@ def attention_with_kvcache(
     workspace: Tensor | None = None,
     key_blocks: Tensor | None = None,
     block_size: tuple[int, int] | None = None,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
@@ -699,6 +703,7 @@ def attention_with_kvcache(
     workspace: Tensor | None = None,
     key_blocks: Tensor | None = None,
     block_size: tuple[int, int] | None = None,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
@@ -748,6 +753,7 @@ def attention_with_kvcache(
     workspace: Tensor | None = None,
     key_blocks: Tensor | None = None,
     block_size: tuple[int, int] | None = None,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
@@ -797,6 +803,7 @@ def attention_with_kvcache(
     workspace: Tensor | None = None,
     key_blocks: Tensor | None = None,
     block_size: tuple[int, int] | None = None,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,
@@ -1780,6 +1787,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool | None = ...,
     scheduler_metadata: Tensor | None = ...,
     workspace: Tensor | None = ...,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,
@@ -1827,6 +1835,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool | None = ...,
     scheduler_metadata: Tensor | None = ...,
     workspace: Tensor | None = ...,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,
@@ -1874,6 +1883,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool | None = ...,
     scheduler_metadata: Tensor | None = ...,
     workspace: Tensor | None = ...,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,
@@ -1921,6 +1931,7 @@ def flash_attn_with_kvcache(
     batch_invariant: bool | None = ...,
     scheduler_metadata: Tensor | None = ...,
     workspace: Tensor | None = ...,
+    cache_format: CacheFormat | tuple[CacheFormat, CacheFormat] | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     max_seqlen_q: int | Tensor | None = ...,
     cu_seqlens_k_new: Tensor | None = ...,

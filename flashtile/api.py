@@ -267,11 +267,17 @@ def attention_with_kvcache(
         k_cache, v_cache: (cache rows, capacity, kv_heads, head_dim), or with `page_table`
             (num_pages, page_size, kv_heads, head_dim); the value head dim may differ. In q's dtype,
             or both float8_e4m3fn with a q of float16 or bfloat16: they then hold keys divided by
-            `k_descale` and values divided by `v_descale`.
+            `k_descale` and values divided by `v_descale`. With `cache_format` uint8, whose last
+            dimension has the bytes of a row.
         k, v: (batch, seq_new, kv_heads, head_dim) or, with `cu_seqlens_k_new`, (total_new,
             kv_heads, head_dim), in q's dtype: written into the cache at `cache_seqlens` before
             attending. Tokens past the capacity are an error on a CPU and dropped on a GPU; numbers
             beyond the range of float8 saturate.
+        cache_format: a `CacheFormat` of keys and values, or one for each: how the bytes of a row
+            become keys or values, which are then rounded to q's dtype. New tokens are packed by its
+            `pack`, after the rotation; values that begin at the address of the keys are columns of
+            them and not written by themselves. No derivatives, `qv`, `batch_invariant`, statistics
+            or shared prefix.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate new keys at positions
             ``cache_seqlens + t``. Queries are rotated at the same positions under a causal mask, a
             window or a chunk, otherwise all at ``cache_seqlens``. Float8 is rotated in float32 and
@@ -335,7 +341,8 @@ def _run_cached(
     shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
-    if is_dynamo_compiling() and ends_graph(options):
+    has_format = options.get("cache_format") is not None  # whose functions no tracer follows
+    if is_dynamo_compiling() and (has_format or ends_graph(options)):
         given = (qkv, layout, options, backend, return_lse, return_stats, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
     if torch.is_grad_enabled():  # entering the context takes longer than asking

@@ -298,9 +298,9 @@ def _probabilities(*args: Any) -> Tensor:
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
     register_flops_when_counting()  # of a graph, whose operations no function here calls
-    operands = Operands(*args[:INPUTS])
-    q, v = operands.q, operands.v
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=output_dtype(q.dtype))
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
+    q, Dv = operands.q, options.value_head_dim or operands.v.shape[-1]
+    out = q.new_empty(*q.shape[:-1], Dv, dtype=output_dtype(q.dtype))
     return out, q.new_empty(lse_shape(operands), dtype=lse_dtype(q.dtype))
 
 

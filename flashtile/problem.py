@@ -26,7 +26,8 @@ class Operands(NamedTuple):
     """The tensors of a call. The first eight can have gradients."""
 
     q: Tensor  # (B, M, Hq, D) or (total_q, Hq, D)
-    k: Tensor  # (B, N, Hk, D) or (total_k, Hk, D) or (pages, page_size, Hk, D)
+    # (B, N, Hk, D) or (total_k, Hk, D) or (pages, page_size, Hk, D); of packed rows their bytes
+    k: Tensor
     v: Tensor  # as k, with Dv
     bias: Tensor | None = None  # (B or 1, Hq or 1, M or 1, N or 1)
     sink: Tensor | None = None  # (Hq,)
@@ -129,6 +130,11 @@ class Options(NamedTuple):
     score_mod_gradient: str = ""  # the program of its derivative, if gradients are recorded
     alibi_needs_grad: bool = False
     relative_bias_needs_grad: bool = False
+    # A cache of packed rows: the programs of their elements (see `cache_formats`) and the head dim
+    # of the values, which the cache does not show; "" and 0: none.
+    k_unpack: str = ""
+    v_unpack: str = ""
+    value_head_dim: int = 0
     backend: str = ""
 
     @property
@@ -270,7 +276,7 @@ class AttentionProblem(NamedTuple):
             Hq=q.shape[-2],
             Hk=k.shape[-2],
             D=q.shape[-1],
-            Dv=v.shape[-1],
+            Dv=options.value_head_dim or v.shape[-1],
             page_size=k.shape[1] if paged else 0,
             options=options,
             has_lengths=any(

@@ -93,6 +93,8 @@ def refuse_unsupported(problem: AttentionProblem) -> None:
         raise NotImplementedError(
             f"return_stats: got keys in {dtype}, want float64, float32, bfloat16 or float16"
         )
+    if problem.options.k_unpack:
+        raise NotImplementedError("return_stats: got a cache_format, want a cache of numbers")
     if problem.options.batch_invariant:
         raise NotImplementedError(
             "return_stats: got batch_invariant=True, whose promise statistics do not keep"

@@ -34,6 +34,22 @@ SHORT = "tests/kernels/test_interpreter_short.py::test_forward_and_backward -k"
 
 TRITON: list[Planted] = [
     Planted(
+        "triton: the odd elements of a packed row are its even ones",
+        "unpack_source",
+        "range(first + n,",
+        "range(first,",
+        "tests/kernels/test_interpreter_formats.py -k int4",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: packed rows past the end are read",
+        "row_pointers",
+        "tl.maximum(count - 1, 0)",
+        "tl.maximum(count, 0)",
+        "tests/kernels/test_interpreter_formats.py -k int8",
+        interpreted=True,
+    ),
+    Planted(
         "triton: the weighted exponents do not follow a new maximum",
         "statistics_of",
         "(weighted + row_sum * tl.maximum(drop, NO_WEIGHT))",

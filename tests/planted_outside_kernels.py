@@ -6,6 +6,20 @@ from planting import Planted
 
 CPU = [
     Planted(
+        "a read of the byte behind a packed row is not found",
+        "check_reads",
+        "int(table.max()) >= bytes_per_row",
+        "int(table.max()) > bytes_per_row",
+        "tests/test_cache_formats.py -k past_the_row",
+    ),
+    Planted(
+        "packed values are unpacked as the keys are",
+        "_options",
+        '"v_unpack": formats.v_unpack',
+        '"v_unpack": formats.k_unpack',
+        "tests/test_cache_formats.py -k other_calls",
+    ),
+    Planted(
         "the edge of the last block is not masked",
         "SegmentMask.key_runs",
         "inside = full_start <= cut_start and cut_stop <= full_stop",
@@ -189,7 +203,7 @@ CPU = [
     ),
     Planted(
         "new keys rotate like the queries",
-        "rotate_and_append",
+        "rotated",
         "_positions(k, base, cu_seqlens_k_new, own=True)",
         "_positions(k, base, cu_seqlens_k_new, own_positions)",
         "tests/test_cache_ops.py -k test_a_new_token_is_rotated",

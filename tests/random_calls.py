@@ -20,6 +20,7 @@ from flashtile import BlockMask, Spans
 from flashtile.dropout import keep_rate
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYOUTS = ("dense", "dense", "packed", "packed", "cached")
 HEADS = ((4, 2), (3, 3), (4, 1), (6, 2), (1, 1))
 HEAD_DIMS = (16, 32, 64, 8, 40, 5)
 
@@ -95,12 +96,16 @@ def _lengths(x: list[int]) -> Tensor:
 
 
 def draw_call(
-    seed: int, longest: int = 70, dtypes: Sequence[torch.dtype] = DTYPES, hidden: float = math.nan
+    seed: int,
+    longest: int = 70,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    hidden: float = math.nan,
+    layouts: Sequence[str] = LAYOUTS,
 ) -> RandomCall:
-    """The call of a seed, in one of `dtypes`, whose sequences have at most `longest` queries and
-    keys; tokens that no query sees are `hidden`."""
+    """The call of a seed, in one of `layouts` and `dtypes`, whose sequences have at most `longest`
+    queries and keys; tokens that no query sees are `hidden`."""
     d = Draw(seed, longest)
-    layout = d.random.choice(("dense", "dense", "packed", "packed", "cached"))
+    layout = d.random.choice(layouts)
     dtype = d.random.choice(dtypes)
     Hq, Hk = d.random.choice(HEADS)
     D = d.random.choice(HEAD_DIMS)

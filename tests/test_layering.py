@@ -61,7 +61,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("backend_interface", "invariance_check"),
     ("gpu",),
     # What all units above share: the description of a call, its mask, its dropout, its options.
-    ("problem",),
+    ("problem", "cache_formats"),
     ("score_mod",),
     ("masks", "dropout", "lazy", "lru"),
     ("gpu.described", "current_layout", "operators"),

@@ -82,6 +82,7 @@ def invariance_reasons(problem: AttentionProblem) -> list[str]:
         (options.num_splits > 1, "num_splits > 1 (its parts depend on the number of keys)"),
         (problem.dtype in FLOAT8, "float8 queries (a cache may be float8)"),
         (is_part, "parts of sequences (this option: whole sequences)"),
+        (options.k_unpack != "", "a cache_format"),
     )
     return [f"batch_invariant with {what}" for fact, what in facts if fact]
 

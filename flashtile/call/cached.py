@@ -10,12 +10,13 @@ from torch.autograd import forward_ad
 
 from .. import autograd, statistics
 from ..backend_interface import PreparedForward
+from ..cache_formats import CacheFormat
 from ..gpu.described import current_target
 from ..operators import ops
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
 from ..problem import FLOAT8, AttentionProblem, Operands
-from . import dispatch
+from . import checks, dispatch
 from .fold_qv import with_folded_qv
 from .layouts import Cached
 from .packing import as_batch, starts
@@ -134,15 +135,33 @@ def rotate_and_append(call: Prepared) -> Operands:
     else:
         append_only, append_rotated = formula.append, formula.rotate_and_append
     cos, sin = layout.rotary_cos, layout.rotary_sin
+    base = lengths if layout.rotary_seqlens is None else layout.rotary_seqlens
+    if layout.formats is not None:  # rotated and packed in PyTorch
+        if cos is not None and sin is not None:
+            rotation = cos, sin, base, layout.cu_seqlens_q, layout.cu_seqlens_k_new
+            how = layout.rotary_interleaved, bool(options.facts)
+            q, k = formula.rotated(q, k, *rotation, *how)
+        k, v = _packed(layout.formats, operands, k, v)
+        used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
+        return operands._replace(q=q, seqused_k=used)
     if cos is None or sin is None:
         used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
         return operands._replace(seqused_k=used)
-    base = lengths if layout.rotary_seqlens is None else layout.rotary_seqlens
     q, used = append_rotated(
         q, k_cache, v_cache, k, v, cos, sin, lengths, base, layout.cu_seqlens_q,
         *where, *descales, layout.rotary_interleaved, bool(options.facts),
     )  # fmt: skip
     return operands._replace(q=q, seqused_k=used)
+
+
+def _packed(
+    formats: tuple[CacheFormat, CacheFormat], operands: Operands, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rows of new keys and values. Values in the memory of the keys are columns of theirs."""
+    keys = formats[0].packed(k)
+    if checks.is_readable(operands.k) and operands.k.data_ptr() == operands.v.data_ptr():
+        return keys, keys
+    return keys, formats[1].packed(v)
 
 
 def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:

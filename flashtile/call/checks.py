@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
+from ..cache_formats import CacheFormat, Formats, check_formats
 from ..gpu.memory import MAX_SPLITS, workspace_size
 from ..masks import MAX_INTERVALS, BlockMask, Spans, Window
 from ..problem import (
@@ -420,8 +422,24 @@ def _padded_side(name: str, x: Any, meaning: str) -> None:
 # A key-value cache: queries, cache, new tokens and rotary tables.
 
 
-def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
-    """Check that queries, cache, new tokens and rotary tables fit together."""
+def cache_format(given: Any) -> tuple[CacheFormat, CacheFormat]:
+    """The formats of keys and values, from one for both or one for each."""
+    formats = given if isinstance(given, (tuple, list)) else (given, given)
+    if len(formats) != 2 or not all(isinstance(x, CacheFormat) for x in formats):
+        raise TypeError(
+            f"cache_format: got {given!r}, want a flashtile.CacheFormat, or one for the keys and "
+            "one for the values"
+        )
+    return formats[0], formats[1]
+
+
+def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached, formats: Any = None) -> None:
+    """Check that queries, cache, new tokens and rotary tables fit together; `formats` are the
+    numbers and texts of `Formats`, or None.
+    """
+    caches = k_cache, v_cache
+    if formats is not None:
+        k_cache, v_cache = _unpacked_caches(q, k_cache, v_cache, Formats(*formats))
     for name, x in (("k", layout.k_new), ("v", layout.v_new)):
         if x is not None:
             tensor(name, x)
@@ -461,9 +479,38 @@ def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
     length_on_host(k_cache, layout)
     if layout.k_new is not None:
         _new_tokens(q, k_cache, v_cache, layout, batch)
+        for name, x in zip(("k_cache", "v_cache"), caches, strict=True):
+            no_shared_elements(name, x)
     flag("rotary_interleaved", layout.rotary_interleaved)
     if layout.rotary_cos is not None or layout.rotary_sin is not None:
         _rotary(q, layout, batch)
+
+
+def _unpacked_caches(q: Any, k_cache: Any, v_cache: Any, formats: Formats) -> list[Tensor]:
+    """Stand-ins, without memory, for the unpacked caches, after a check of the packed ones."""
+    tensor("q", q, dtypes=FLOATING, wanted="a floating dtype of 16 bits or more")
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "cache_format: got a transform of torch.func or dual numbers, want a call without: it "
+            "has no derivative"
+        )
+    if formats.head_dim != q.shape[-1]:
+        raise ValueError(
+            f"cache_format: got a format of {formats.head_dim} elements for the keys, want "
+            f"{q.shape[-1]}, the head dim of q"
+        )
+    check_formats(formats)
+    sizes = (formats.k_bytes, formats.head_dim), (formats.v_bytes, formats.value_head_dim)
+    found = []
+    for name, x, (count, head_dim) in zip(("k", "v"), (k_cache, v_cache), sizes, strict=True):
+        wanted = "torch.uint8, the bytes of a cache_format"
+        tensor(f"{name}_cache", x, dtypes=(torch.uint8,), wanted=wanted, like=q)
+        if x.dim() < 1 or x.shape[-1] != count:
+            raise ValueError(
+                f"{name}_cache: got shape {shape_of(x)}, want (..., {count}), the bytes of a row"
+            )
+        found.append(q.new_empty(()).expand(*x.shape[:-1], head_dim))
+    return found
 
 
 def length_on_host(k_cache: Tensor, layout: Cached) -> None:
@@ -495,7 +542,6 @@ def _new_tokens(q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: Cached, bat
             )
         # This is also the dtype of the cache, unless that is float8.
         tensor(name, x, dtypes=(q.dtype,), wanted=f"{q.dtype}, the dtype of q", like=q)
-        no_shared_elements(f"{name}_cache", row)
     assert k is not None and v is not None
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
@@ -647,6 +693,10 @@ def key_padding_mask(x: Any, q: Tensor, sizes: tuple[int, int]) -> None:
 def folded_qv(qv: Any, q: Tensor, v: Tensor) -> None:
     """Check that qv has the shape of q with the head dim of v."""
     tensor("qv", qv)
+    if v.dtype == torch.uint8:
+        raise NotImplementedError(
+            "qv: cannot be combined with cache_format; want keys that hold the values, too"
+        )
     if q.dtype in FLOAT8 or v.dtype in FLOAT8:
         raise NotImplementedError(
             "qv: cannot be combined with float8, whose keys and values have separate scales; "
@@ -824,7 +874,7 @@ def memory_and_values(
         used: the lengths of keys that the caller gives.
     """
     if out is not None:
-        output(out, operands)
+        output(out, operands, options)
     if operands.workspace is not None:
         workspace(operands.workspace, operands, options)
     # Only the tensors of a cached layout are not all operands.
@@ -842,13 +892,13 @@ def memory_and_values(
     values(operands, options)
 
 
-def output(out: Any, operands: Operands) -> None:
+def output(out: Any, operands: Operands, options: Options) -> None:
     """Check the tensor to write the result to."""
     q = operands.q
     tensor(
         "out",
         out,
-        shape=(*q.shape[:-1], operands.v.shape[-1]),
+        shape=(*q.shape[:-1], options.value_head_dim or operands.v.shape[-1]),
         meaning="q's shape with v's head dim",
     )
     tensor("out", out, dtypes=(output_dtype(q.dtype),), like=q)
@@ -868,7 +918,8 @@ def workspace(buffer: Any, operands: Operands, options: Options) -> None:
             f"workspace: got stride {buffer.stride(0)} and offset {buffer.storage_offset()}, want "
             "contiguous bytes with an offset that is a multiple of 16"
         )
-    tokens, heads, value_head_dim = q.shape[:-2].numel(), q.shape[-2], operands.v.shape[-1]
+    tokens, heads = q.shape[:-2].numel(), q.shape[-2]
+    value_head_dim = options.value_head_dim or operands.v.shape[-1]
     needed = workspace_size(tokens, heads, value_head_dim, options.num_splits, q.device)
     if buffer.numel() < needed:
         raise ValueError(

@@ -67,6 +67,8 @@ def packed_problem(
     problem: AttentionProblem, operands: Operands, backend: str | None
 ) -> AttentionProblem | None:
     """The problem over packed sequences, if its backend is not the one that is already chosen."""
+    if problem.options.k_unpack:
+        return None
     k, v = operands.k, operands.v
     side_by_side = all(x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v))
     copied = problem.B * problem.N * problem.Hk * (problem.D + problem.Dv) * k.element_size()
@@ -94,6 +96,7 @@ def appending_problem(
     if (
         torch.compiler.is_compiling()
         or k is None
+        or layout.formats is not None
         or layout.cu_seqlens_k_new is not None
         or not 0 < k.shape[1] <= MOST_NEW_TOKENS
         or k.shape[-1] != problem.D  # with `qv`, which needs the new tokens in the cache first

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache_formats import CacheFormat
 from ..problem import Operands
 
 
@@ -75,6 +76,8 @@ class Cached(NamedTuple):
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
     rotary_seqlens: Tensor | None = None
+    # The formats of the keys and the values of a cache of packed rows
+    formats: tuple[CacheFormat, CacheFormat] | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
         """Largest number of tokens of a sequence."""

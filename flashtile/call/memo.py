@@ -55,6 +55,8 @@ def arguments_of(qkv: QKV, layout: Layout, keywords: Keywords, *further: Any) ->
     if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
         further += ("a number of tokens",)
         layout = layout._replace(cache_seqlens=None)
+    if isinstance(layout, Cached) and layout.formats is not None:  # which `keywords` describe
+        layout = layout._replace(formats=None)
     if _MASKS.isdisjoint(keywords):
         return (*qkv, *layout, *keywords.values(), *further)
     values, mask = dict(keywords), keywords.get("block_mask")

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict, Typ
 
 from torch import Tensor
 
+from ..cache_formats import CacheFormat
 from ..masks import Spans
 from ..score_mod import ScoreFunction
 from . import checks
@@ -39,7 +40,7 @@ WindowSize = Sequence[int | None] | HasToList | None
 class Option(NamedTuple):
     """The kind of an option, its default, and the check that returns its normalised value."""
 
-    kind: Literal["number", "tensor", "mask", "query", "function", "hint"]
+    kind: Literal["number", "tensor", "mask", "query", "function", "format", "hint"]
     default: Any = None
     check: Callable[[str, Any], Any] = lambda name, x: x
     takes_none: bool = False  # None means the default
@@ -154,8 +155,20 @@ class VarlenOptions(TrainingOptions, ServingOptions, ListedOptions, total=False)
     """Options of `attention_varlen`."""
 
 
+class FormatOptions(TypedDict, total=False):
+    """An option that only caches have."""
+
+    cache_format: Annotated[CacheFormat | tuple[CacheFormat, CacheFormat] | None, Option("format")]
+
+
 class CacheOptions(
-    FlashOptions, NewerOptions, SplitOptions, ServingOptions, ListedOptions, total=False
+    FlashOptions,
+    NewerOptions,
+    SplitOptions,
+    ServingOptions,
+    ListedOptions,
+    FormatOptions,
+    total=False,
 ):
     """Options of `attention_with_kvcache`."""
 
@@ -184,7 +197,7 @@ class PaddedExtras(Extras, PaddedMaskOptions, total=False):
     """`Extras` of the functions for padded batches."""
 
 
-class CacheExtras(NewerOptions, ServingOptions, total=False):
+class CacheExtras(NewerOptions, ServingOptions, FormatOptions, total=False):
     """Keyword-only options beyond FlashAttention-2 of `flash_attn_with_kvcache`."""
 
     cu_seqlens_q: Tensor | None
@@ -198,7 +211,7 @@ class CacheExtras(NewerOptions, ServingOptions, total=False):
 # The options of all classes; those of the others are among these.
 OPTIONS: dict[str, Option] = {
     name: hint.__metadata__[0]
-    for kind in (AttentionOptions, ServingOptions)
+    for kind in (AttentionOptions, ServingOptions, FormatOptions)
     for name, hint in get_type_hints(kind, include_extras=True).items()
 }
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.kind == "number"}

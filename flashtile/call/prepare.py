@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..backend_interface import PreparedForward
+from ..cache_formats import Formats
 from ..dropout import draw_rng_state
 from ..invariance_check import checks_everything
 from ..masks import BlockMask, Window
@@ -160,7 +161,7 @@ def describe(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[Operands, Op
         for name in ("max_seqlen_q", "max_seqlen_k"):
             layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
     else:
-        checks.cached(q, k, v, layout)
+        checks.cached(q, k, v, layout, keywords.get("cache_format"))
     if qv is not None:
         checks.folded_qv(qv, q, v)
     metadata = keywords.get("scheduler_metadata")
@@ -240,6 +241,8 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
         keywords = with_key_lists(*qkv[:2], layout, keywords)
     if "attn_mask" in keywords or "key_padding_mask" in keywords:
         keywords = with_masks(*qkv[:2], keywords)
+    if isinstance(layout, Cached) and "cache_format" in keywords:
+        layout, keywords = _with_formats(qkv[0], layout, keywords)
     if "score_mod" in keywords:
         keywords = with_score_mod(*qkv[:2], keywords)
         if keywords.get("score_mod") and not isinstance(layout, Cached):
@@ -254,7 +257,7 @@ def _cast(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Ke
     q, k, v = qkv
     dtype = torch.get_autocast_dtype(q.device.type)
     if isinstance(layout, Cached):
-        if isinstance(k, Tensor) and k.dtype not in FLOAT8:
+        if isinstance(k, Tensor) and k.dtype not in (*FLOAT8, torch.uint8):
             dtype = k.dtype
         new = (cast_input(x, dtype) for x in (layout.k_new, layout.v_new))
         layout = layout._replace(**dict(zip(("k_new", "v_new"), new, strict=True)))
@@ -263,6 +266,19 @@ def _cast(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Ke
     if keywords.get("qv") is not None:
         keywords = {**keywords, "qv": cast_input(keywords["qv"], dtype)}
     return (cast_input(q, dtype), k, v), layout, keywords
+
+
+def _with_formats(q: Any, layout: Cached, keywords: Keywords) -> tuple[Cached, Keywords]:
+    """A cached call whose `cache_format` is the plain tuple of its `Formats`, in the layout the
+    formats themselves.
+    """
+    if keywords["cache_format"] is None:
+        return layout, keywords
+    k, v = formats = checks.cache_format(keywords["cache_format"])
+    head_dim = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
+    sizes = (k.head_dim or head_dim, v.head_dim or head_dim)
+    plain = (k.program, k.bytes_per_row, v.program, v.bytes_per_row, *sizes)
+    return layout._replace(formats=formats), {**keywords, "cache_format": plain}
 
 
 def ends_graph(options: Keywords) -> bool:
@@ -276,7 +292,9 @@ def outside_of_graphs(function: Callable[..., Any]) -> Any:
     """`function` without the tracer of torch.compile, whose graph ends before the call; with
     ``fullgraph=True`` this raises an error.
     """
-    torch._dynamo.graph_break(msg="flashtile: a call with score_mod runs outside of the graph")
+    torch._dynamo.graph_break(
+        msg="flashtile: a call with score_mod or cache_format runs outside of the graph"
+    )
     return torch.compiler.disable(function)
 
 
@@ -363,6 +381,10 @@ def _options(keywords: Keywords, head_dim: int, M: int, N: int) -> Options:
     for name, option in NUMBERS.items():
         if name in keywords and not (keywords[name] is None and option.takes_none):
             numbers[name] = option.check(name, keywords[name])
+    if keywords.get("cache_format") is not None:
+        formats = Formats(*keywords["cache_format"])
+        numbers |= {"k_unpack": formats.k_unpack, "v_unpack": formats.v_unpack}
+        numbers["value_head_dim"] = formats.value_head_dim
     if torch.are_deterministic_algorithms_enabled():
         numbers["deterministic"] = True
     causal = checks.flag("causal", keywords.get("causal", False))

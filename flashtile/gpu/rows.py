@@ -5,6 +5,7 @@ All strides count elements.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,12 @@ def has_aligned_rows(*tensors: Tensor) -> bool:
         if x.data_ptr() % ALIGNMENT or batch % unit or row % unit or head % unit or row == 0:
             return False
     return True
+
+
+def common_alignment(x: Tensor) -> int:
+    """The largest power of two, up to `ALIGNMENT`, at whose multiples all rows start, in bytes."""
+    steps = (x.data_ptr(), *(step * x.element_size() for step in _row_strides(x)))
+    return math.gcd(ALIGNMENT, *steps)
 
 
 def _row_strides(x: Tensor) -> tuple[int, int, int]:

@@ -21,7 +21,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..lru import memoised
-from ..score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
+from ..score_mod.program import (
+    CONSTANT,
+    ELEMENT,
+    INDICES,
+    INTEGERS,
+    VALUES,
+    Line,
+    Name,
+    Program,
+    parsed,
+)
 
 # On what a number of a tile depends: its query, its key, and the difference of both. Without the
 # first or the second, a tile has one number for each key, or for each query.
@@ -197,7 +207,7 @@ def wrapped(index, size):
 @jit
 """
 
-_TYPES = {
+TYPES = {
     torch.float64: "tl.float64",
     torch.float32: "tl.float32",
     torch.float16: "tl.float16",
@@ -208,6 +218,8 @@ _TYPES = {
     torch.int8: "tl.int8",
     torch.uint8: "tl.uint8",
     torch.bool: "tl.int1",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
 }
 
 # What a function is for: the score, or its gradient.
@@ -248,6 +260,10 @@ _ARITHMETIC: dict[str, str] = {
     "relu": "tl.where({0} < 0, 0, {0})",
     "reciprocal": "1.0 / {0}",
     "square": "{0} * {0}",
+    "__lshift__": "{0} << {1}",
+    "__rshift__": "{0} >> {1}",
+    "bitwise_left_shift": "{0} << {1}",
+    "bitwise_right_shift": "{0} >> {1}",
     "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, {0}))",
     "sgn": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, {0}))",
     "mul": "{0} * {1}",
@@ -332,6 +348,8 @@ def function_of(source: str) -> Any:
 class Writer:
     """The statements of one program."""
 
+    NARROW: tuple[torch.dtype, ...] = (torch.int32, torch.bool)  # whose sums int32 holds
+
     def __init__(
         self, program: Program, language: Language = TRITON, is_branching: bool = True
     ) -> None:
@@ -344,7 +362,7 @@ class Writer:
             line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
         }
         self._dtypes = {Name("s"): torch.float32, Name("g"): torch.float32}
-        self._dtypes |= {Name(x): torch.int32 for x in INDICES}
+        self._dtypes |= {Name(x): torch.int32 for x in (*INDICES, ELEMENT)}
         self._of_scores = {Name("s")}
         for line in program.lines:
             if not self._of_scores.isdisjoint(line.names):
@@ -387,7 +405,7 @@ class Writer:
         int64.
         """
         given = [self._dtypes[x] for x in line.names if x not in self._constants]
-        is_index = bool(given) and all(x in (torch.int32, torch.bool) for x in given)
+        is_index = bool(given) and all(x in self.NARROW for x in given)
         if line.dtype == torch.int64 and is_index and _is_small(line, self._constants):
             line = line._replace(dtype=torch.int32)
         self._dtypes[line.name] = line.dtype
@@ -410,7 +428,7 @@ class Writer:
             return _literal(x, dtype)
         if dtype == torch.float32 and x in self._distances:
             return self._distances[x]
-        return x if self._dtypes[x] == dtype else f"{x}.to({_TYPES[dtype]})"
+        return x if self._dtypes[x] == dtype else f"{x}.to({TYPES[dtype]})"
 
     def _expression(self, line: Line) -> str:
         name = line.op.partition(".")[0]
@@ -440,7 +458,7 @@ class Writer:
         compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         given = line.arguments if arguments is None else arguments
         found = template.format(*(f"({self._as(x, compute)})" for x in given))
-        return found if compute == dtype else f"({found}).to({_TYPES[dtype]})"
+        return found if compute == dtype else f"({found}).to({TYPES[dtype]})"
 
     def _plain(self, x: Any) -> str:
         """An argument in its own dtype."""
@@ -465,7 +483,7 @@ class Writer:
         """In float32, whatever the dtype of the result."""
         (x,) = line.arguments
         function = self._language.tanh if x in self._of_scores else "tanh"
-        return f"{function}({self._as(x, torch.float32)}).to({_TYPES[line.dtype]})"
+        return f"{function}({self._as(x, torch.float32)}).to({TYPES[line.dtype]})"
 
     def _add_(self, line: Line) -> str:
         if line.dtype == torch.bool:  # whose sum is true if one of them is
@@ -606,16 +624,19 @@ class Writer:
         else:
             read = f"tl.load({pointers}{f', mask={mask}, other=0' if mask else ''})"
         is_bool = line.dtype == torch.bool
-        return f"{line.name} = {read}" + (" != 0" if is_bool else f".to({_TYPES[line.dtype]})")
+        return f"{line.name} = {read}" + (" != 0" if is_bool else f".to({TYPES[line.dtype]})")
 
 
 def _inside(index: str, size: int) -> str:
     return f"({index} >= 0) & ({index} < {size})"
 
 
+_LARGE = ("mul.", "__lshift__.", "bitwise_left_shift.")  # operations whose result may be large
+
+
 def _is_small(line: Line, constants: dict[Name, Any]) -> bool:
     """Whether the result of `line` is of the size of the indices that it reads: int32 holds it."""
-    if line.op in (VALUES, INTEGERS) or line.op.startswith("mul.") or _factor(line):
+    if line.op in (VALUES, INTEGERS) or line.op.startswith(_LARGE) or _factor(line):
         return False
     given = (constants.get(x, 0) if isinstance(x, Name) else x for x in line.arguments)
     return all(abs(x) < 2**30 for x in given if isinstance(x, (int, float)))

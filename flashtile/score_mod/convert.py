@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program
+from .program import CONSTANT, ELEMENT, INDICES, INTEGERS, VALUES, Line, Name, Program
 
 _aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ class Conversion:
         self.roots: list[Root] = []
         self._graph = graph
         self._prefix = prefix
+        self._has_row = ELEMENT in inputs
         self._sizes = {VALUES: 0, INTEGERS: 0}
         self._known: dict[fx.Node, Any] = {}  # a Name or a _Reading
         self._depends: set[fx.Node] = set()  # on the score or its indices
@@ -67,6 +68,9 @@ class Conversion:
         for node, name in zip(placeholders, inputs, strict=True):
             self._known[node] = Name(name)
             self._depends.add(node)
+            shape = tuple(_value(node).shape)
+            if shape:  # a row of bytes, of which the function reads elements
+                self._known[node] = _Reading(Root(node, shape, _value(node).dtype, 0), ())
 
     def run(self) -> list[Name]:
         """Write all lines; the names of the results."""
@@ -139,7 +143,9 @@ class Conversion:
         value = _constant(node)  # zeros_like of a score
         if value is not None:
             return self._write(_value(node).dtype, CONSTANT, (value,))
-        if function not in _POINTWISE and torch.Tag.pointwise not in function.tags:
+        is_pointwise = function in _POINTWISE or torch.Tag.pointwise in function.tags
+        # The bits of bytes as another dtype; of a score they would have no derivative.
+        if not is_pointwise and not (function is _aten.view.dtype and self._has_row):
             raise _refused(node)
         _one_number(node)
         arguments = [self.name(x) if isinstance(x, fx.Node) else x for x in node.args]
@@ -192,6 +198,13 @@ def convert(graph: fx.Graph, dtype: torch.dtype) -> tuple[Program, list[Root]]:
     conversion = Conversion(graph, ("s", *INDICES))
     (result,) = conversion.run()
     return Program(tuple(conversion.lines), result).without_unused(), conversion.roots
+
+
+def convert_unpack(graph: fx.Graph) -> Program:
+    """The program of a function of a row of bytes and the index of an element."""
+    conversion = Conversion(graph, ("row", ELEMENT))
+    (result,) = conversion.run()
+    return Program(tuple(conversion.lines), result).without_unused()
 
 
 def _value(node: fx.Node) -> Tensor:

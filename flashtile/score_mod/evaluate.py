@@ -25,7 +25,8 @@ def evaluate(
 
     Args:
         inputs: ``s``, the indices and, for a derivative, ``g``.
-        values, integers: the buffers of captured numbers; None if the program reads none.
+        values, integers: the buffers of captured numbers, (n,); None if the program reads none.
+            Of several rows, (rows, n), the numbers read have these as their first dimension.
 
     Raises:
         IndexError: an index is outside of a captured tensor.
@@ -34,7 +35,7 @@ def evaluate(
     for line in program.lines:
         if line.op == CONSTANT:
             found[line.name] = torch.full(
-                _ONE, line.arguments[0], dtype=line.dtype, device=found["s"].device
+                _ONE, line.arguments[0], dtype=line.dtype, device=_device(found)
             )
         elif line.op in (VALUES, INTEGERS):
             buffer = values if line.op == VALUES else integers
@@ -76,16 +77,21 @@ def _read(line: Line, buffer: Tensor, found: dict[str, Tensor]) -> Tensor:
     if not sizes:
         return buffer[offset].to(line.dtype, copy=True).view(_ONE)  # which may be written to
     count = torch.Size(sizes).numel()
-    captured = buffer[offset : offset + count].view(sizes)
+    captured = buffer[..., offset : offset + count].unflatten(-1, sizes)
+    each = [None] * (buffer.dim() - 1)
     try:
-        read: Tensor = torch.ops.aten.index(captured, _tensors(indices, found))
+        read: Tensor = torch.ops.aten.index(captured, [*each, *_tensors(indices, found)])
     except IndexError as error:
         raise IndexError(f"score_mod: in a captured tensor of shape {sizes}, {error}") from error
     return read.to(line.dtype)
 
 
+def _device(found: dict[str, Tensor]) -> torch.device:
+    return next(iter(found.values())).device
+
+
 def _tensors(indices: list[Any], found: dict[str, Tensor]) -> list[Tensor]:
-    device = found["s"].device
+    device = _device(found)
     return [
         found[n] if isinstance(n, Name) else torch.full(_ONE, n, device=device) for n in indices
     ]

@@ -33,6 +33,7 @@ from ..lru import memoised
 VALUES, INTEGERS = "values", "integers"  # the operations that read captured tensors
 CONSTANT = "constant"  # of the line's dtype
 INDICES = ("b", "h", "i", "j")
+ELEMENT = "d"  # the index of an element, of a program that reads the bytes of a row: see `rows`
 
 
 class Name(str):

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import (
 
 from ..autocast import autocast_off
 from ..masks.block_mask import READ_NUMBERS
-from .convert import Root, convert
+from .convert import Root, convert, convert_unpack
+from .program import Program
 from .record import Recorder, recording
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -64,21 +65,43 @@ def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) ->
     with recording, _without_modes():
         score = torch.zeros((), dtype=dtype, device=device)
         indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
-        operations = _Operations((score, *indices))
-        captures = _Captures(operations)
-        try:
-            with autocast_off(score), captures, operations:
-                result = _checked(function(score, *indices), dtype)
-        except NotImplementedError:
-            raise
-        except (RuntimeError, IndexError) as error:
-            raise NotImplementedError(
-                f"score_mod: the operation {operations.caller} cannot be traced for single scores: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        graph = operations.finish([captures.stand_in(result)])
+        graph, operations, captures = _recorded(function, (score, *indices), dtype)
     program, roots = convert(graph, dtype)
     return Traced(str(program), captures.captured, _preparation(roots, operations, captures))
+
+
+def traced_unpack(unpack: Callable[[Tensor, Tensor], Tensor], bytes_per_row: int) -> Program:
+    """Trace a function of a row of bytes and the index of an element: see `score_mod.rows`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `traced`; or it reads another tensor.
+    """
+    with recording, _without_modes():
+        row = torch.zeros(bytes_per_row, dtype=torch.uint8, device="cpu")
+        d = torch.zeros((), dtype=torch.int64, device="cpu")
+        graph, _, captures = _recorded(unpack, (row, d), torch.float32)
+    if captures.captured:
+        raise TypeError("score_mod: captures a tensor; want a function of its arguments only")
+    return convert_unpack(graph)
+
+
+def _recorded(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], dtype: torch.dtype
+) -> tuple[fx.Graph, _Operations, _Captures]:
+    """The graph of ``function(*inputs)``, and what has recorded it."""
+    operations = _Operations(inputs)
+    captures = _Captures(operations)
+    try:
+        with autocast_off(inputs[0]), captures, operations:
+            result = _checked(function(*inputs), dtype)
+    except NotImplementedError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        raise NotImplementedError(
+            f"score_mod: the operation {operations.caller} cannot be traced for single numbers: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return operations.finish([captures.stand_in(result)]), operations, captures
 
 
 def _checked(result: Any, dtype: torch.dtype) -> Tensor:

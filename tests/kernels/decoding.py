@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashtile import CacheFormat, cache_formats
 from flashtile.call.layouts import Dense
 from flashtile.call.layouts import Packed as PackedLayout
 from flashtile.call.prepare import describe
@@ -209,3 +210,51 @@ def assert_decoding(
             label, floor = f"{field} of {count} parts", floor_of(getattr(variance, field))
             wanted, low = getattr(truth, field), getattr(plain, field)
             assert_close(label, x.cpu(), wanted, low, floor=floor, dtype=dtype, seed=seed)
+
+
+# Of a cache of packed rows: the formats of keys and values, and a case of `CASES` with changes.
+# Heads are 64 wide, where elements that share a byte come in pairs, unless the case says otherwise.
+INT4 = cache_formats.int4(64)
+MLA: tuple[CacheFormat, CacheFormat] = cache_formats.flashmla()
+FORMAT_CASES: dict[str, tuple[CacheFormat, CacheFormat, str, dict[str, Any]]] = {
+    "int4": (INT4, INT4, "one query", {}),
+    "int4, one scale a token": (cache_formats.int4(64, None),) * 2 + ("one key head", {}),
+    "int4, padded head dim": (cache_formats.int4(48, 16),) * 2 + ("softcap", {"D": 48, "Dv": 48}),
+    "int4, many queries": (INT4, INT4, "queries of many tiles", {}),
+    "int4, pages of 16": (INT4, INT4, "pages of 16", {}),
+    "int4, pages of 3, window": (INT4, INT4, "pages under a window", {"page_size": 3}),
+    "int4 under a block mask": (INT4, INT4, "block mask", {}),
+    "int8": (cache_formats.int8(64),) * 2 + ("sink", {}),
+    "int8 in blocks, left pads": (cache_formats.int8(64, 16),) * 2 + ("pages of 48, left pads", {}),
+    "int8 keys, int4 values": (cache_formats.int8(64), INT4, "alibi", {}),
+    "e5m2": (cache_formats.e5m2(64),) * 2 + ("cache rows", {}),
+    "e5m2, odd head dim": (cache_formats.e5m2(33),) * 2 + ("packed queries", {"D": 33, "Dv": 33}),
+    "nvfp4": (cache_formats.nvfp4(64, 0.5),) * 2 + ("pages, packed queries", {}),
+    "flashmla": (*MLA, "latent keys", {}),
+    "flashmla, pages of 16": (*MLA, "latent keys, pages of 16", {}),
+}  # fmt: skip
+
+
+def make_packed(name: str, dtype: torch.dtype, seed: int) -> tuple[Operands, Operands, Options]:
+    """The operands of a case with a packed cache, the same with the unpacked one, and the options
+    of the packed one. Unused slots hold random bytes.
+    """
+    k_format, v_format, case, changes = FORMAT_CASES[name]
+    is_latent = k_format is MLA[0]
+    sizes = {} if is_latent else {"D": 64, "Dv": 64}
+    operands, options = make_decoding(case, dtype, seed, **(sizes | changes))
+    g = generator(seed + 1)
+
+    def rows(x: torch.Tensor, cache_format: CacheFormat) -> torch.Tensor:
+        unused = x.isnan().any(-1, keepdim=True)
+        packed = cache_format.packed(x.nan_to_num())
+        noise = torch.randint(0, 256, packed.shape, generator=g, dtype=torch.uint8)
+        return torch.where(unused, noise, packed)
+
+    k = rows(operands.k, k_format)
+    v = k if is_latent else rows(operands.v, v_format)
+    options = options._replace(
+        k_unpack=k_format.program, v_unpack=v_format.program, value_head_dim=operands.v.shape[-1]
+    )
+    unpacked = operands._replace(k=k_format.unpacked(k).to(dtype), v=v_format.unpacked(v).to(dtype))
+    return operands._replace(k=k, v=v), unpacked, options

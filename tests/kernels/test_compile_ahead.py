@@ -48,7 +48,7 @@ from .cases import (
     spanned,
     table_of_near_distances,
 )
-from .decoding import make_decoding
+from .decoding import make_decoding, make_packed
 from .launches import (
     append_launches,
     gather_launches,
@@ -285,6 +285,12 @@ def decoding(device: str, head_dim: int, name: str, float8: bool = False) -> lis
     return launches(operands, options._replace(num_splits=4), device, backward=False)
 
 
+def packed_rows(name: str, device: str) -> list[Launch]:
+    """The launches over a cache of packed rows, its KV loop split into four parts."""
+    operands, _, options = make_packed(name, torch.bfloat16, 0)
+    return launches(operands, options._replace(num_splits=4), device, backward=False)
+
+
 def scores() -> Call:
     """Everything that changes a score, at once: the largest number of registers of a kernel."""
     g = generator(0)
@@ -374,6 +380,8 @@ OPTIONS = {
         *make_call("packed dropout", torch.bfloat16), device
     ),
     "statistics": lambda device: measuring_launches(*scores(), device),
+    "packed rows": lambda device: packed_rows("int8 in blocks, left pads", device),
+    "packed rows in pairs": lambda device: packed_rows("int4, pages of 16", device),
 }
 
 

@@ -17,6 +17,7 @@ from ...problem import (
     lse_shape,
     output_dtype,
 )
+from ...score_mod.rows import unpacked
 from . import float8, native, tiles, whole_tiles
 from .distances import DistanceGradients
 from .plan import Plan, plan_backward, plan_forward
@@ -45,7 +46,7 @@ def forward(
     """
     plan = plan_forward(problem)
     parts = tuple(segments(problem, operands))
-    q, v = operands.q, operands.v
+    q = operands.q
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
     if (
@@ -54,7 +55,7 @@ def forward(
         O, *rows = _segment_forward(problem, operands, parts[0], plan)
         return _as_call(O, dtype), *(x if x.dtype == statistics else x.to(statistics) for x in rows)
     if into is None:  # rows that belong to no segment (padding) keep these values
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+        out = q.new_zeros(*q.shape[:-1], problem.Dv, dtype=dtype)
         values = (-torch.inf, -torch.inf, 0.0) if problem.has_statistics else (-torch.inf,)
         rows = [torch.full(lse_shape(operands), x, dtype=statistics) for x in values]
     else:
@@ -192,10 +193,13 @@ def _segment_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tuple[Tensor, ...]:
     if plan.kernel == "native":
+        k, v = segment.keys(operands.k), segment.keys(operands.v)
+        if problem.options.k_unpack:
+            k, v = _unpacked(problem, k, v)
         O, L = native.forward(
             segment.queries(operands.q),
-            segment.keys(operands.k),
-            segment.keys(operands.v),
+            k,
+            v,
             plan.compute_dtype,
             segment.mask,
             problem.options.softmax_scale,
@@ -331,10 +335,13 @@ def tile_problem(
         indices = Indices.of(operands, options, segment)
         drop = tiles.DropoutRule.of(options.dropout_p, operands.rng_state, indices)
     bias = operands.bias
+    k, v = segment.keys(operands.k), segment.keys(operands.v)
+    if options.k_unpack:
+        k, v = _unpacked(problem, k, v)
     return tiles.TileProblem(
         Q=_scaled(segment.queries(operands.q), operands.q_descale, segment, dtype, True),
-        K=_scaled(segment.keys(operands.k), operands.k_descale, segment, dtype, False),
-        V=_scaled(segment.keys(operands.v), operands.v_descale, segment, dtype, False),
+        K=_scaled(k, operands.k_descale, segment, dtype, False),
+        V=_scaled(v, operands.v_descale, segment, dtype, False),
         mask=segment.mask,
         score=tiles.ScoreRule(
             options=options,
@@ -348,6 +355,13 @@ def tile_problem(
         BLOCK_M=plan.BLOCK_M,
         BLOCK_N=plan.BLOCK_N,
     )
+
+
+def _unpacked(problem: AttentionProblem, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of packed rows (batch, kv_heads, N, bytes), in the dtype of the queries."""
+    options, dtype = problem.options, problem.dtype
+    keys = unpacked(options.k_unpack, k, problem.D).to(dtype)
+    return keys, unpacked(options.v_unpack, v, problem.Dv).to(dtype)
 
 
 def _scaled(

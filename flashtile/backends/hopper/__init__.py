@@ -33,6 +33,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why this backend cannot run `problem`; empty when it can."""
     if problem.options.batch_invariant:
         return ["batch_invariant (the triton backend has tiles for every call)"]
+    if problem.options.k_unpack:
+        return ["a cache_format (the triton backend has its tiles)"]
     if problem.dtype == float8.DTYPE:
         return float8.float8_reasons(problem)
     return plan.unsupported_reasons(problem) + backward_reasons(problem)

@@ -101,6 +101,7 @@ def appends(problem: AttentionProblem) -> bool:
         or problem.block_tile is not None
         or problem.spans
         or problem.has_block_descale
+        or problem.options.k_unpack
     ):
         return False
     kernels = plan.plan(problem, True)

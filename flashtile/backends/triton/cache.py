@@ -90,13 +90,39 @@ def page_number(page, lengths):
 
 
 @triton.jit
+def row_pointers(
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Pointers to the rows [n0, n0 + BLOCK) of a sequence, paged or not, (BLOCK, 1): of its last
+    row, instead of rows past the end.
+    """
+    ALIGNMENT: tl.constexpr = cfg.ROW_ALIGNMENT
+    # (BLOCK, 1)
+    rows = tl.minimum(n0 + tl.arange(0, BLOCK)[:, None], tl.maximum(count - 1, 0))
+    if cfg.PAGE_SIZE > 0:
+        if lengths.at.leftpad_k is not None:
+            rows += start
+        page = page_number(tl.load(pages + rows // cfg.PAGE_SIZE), lengths)
+        pointers = source + page_offset(page, x) + rows % cfg.PAGE_SIZE * x.row
+    else:
+        pointers = source + rows.to(tl.int64) * x.row
+    return tl.multiple_of(pointers, [1, ALIGNMENT])
+
+
+@triton.jit
 def load_keys(
     source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, unpack: tl.constexpr = None,
 ):  # fmt: skip
-    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
-    if cfg.PAGE_SIZE > 0:
+    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM). A function `unpack` makes it, or
+    with `cfg.PAIR` two tiles, of packed rows."""
+    if unpack is not None:
+        # (1, BLOCK_DIM)
+        dims = tl.arange(0, BLOCK_DIM)[None, :]
+        rows = row_pointers(source, x, pages, start, n0, count, lengths, cfg, BLOCK)
+        tile = unpack(dims, dims < DIM, rows)
+    elif cfg.PAGE_SIZE > 0:
         tile = load_paged_rows(
             x, source, pages, start, n0, count, lengths, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
             BLOCK_DIM, cfg.ALIGNMENT,

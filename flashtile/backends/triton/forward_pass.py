@@ -89,11 +89,14 @@ def attend_keys(
     # (BLOCK_N, BLOCK_D / PAIR)
     k_tile = load_keys(
         k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // cfg.PAIR, BLOCK_N,
-        cfg.BLOCK_D // cfg.PAIR,
+        cfg.BLOCK_D // cfg.PAIR, cfg.UNPACK_KEYS,
     )  # fmt: skip
     # (BLOCK_M, BLOCK_N)
     if cfg.PAIR == 2:
-        even_tile, odd_tile = unpack_pairs(tl.trans(k_tile))
+        if cfg.UNPACK_KEYS is not None:
+            even_tile, odd_tile = tl.trans(k_tile[0]), tl.trans(k_tile[1])
+        else:
+            even_tile, odd_tile = unpack_pairs(tl.trans(k_tile))
         qk = tl.dot(q_tile[0], even_tile)
         qk = tl.dot(q_tile[1], odd_tile, qk)
     else:
@@ -102,9 +105,10 @@ def attend_keys(
         qk = product(q_tile, operand(k_tile, cfg), cfg)
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
+        tail_source = k_source + cfg.D if cfg.UNPACK_TAIL is None else k_source
         k_tail = load_keys(
-            k_source + cfg.D, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
-            BLOCK_N, cfg.BLOCK_TAIL,
+            tail_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D, BLOCK_N,
+            cfg.BLOCK_TAIL, cfg.UNPACK_TAIL,
         )  # fmt: skip
         qk += product(q_tail, operand(k_tail, cfg), cfg)
     if cfg.HAS_FLOAT8_KEYS:
@@ -136,15 +140,21 @@ def attend_keys(
     # (BLOCK_N, BLOCK_DV / PAIR)
     v_tile = load_keys(
         v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
-        cfg.BLOCK_DV // cfg.PAIR,
+        cfg.BLOCK_DV // cfg.PAIR, cfg.UNPACK_VALUES,
     )  # fmt: skip
     if cfg.HAS_FLOAT8_KEYS and cfg.PAIR == 1:
         v_tile = v_tile.to(tl.float16)
     if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
-        v_tile = without_hidden(v_tile, p)
+        if cfg.UNPACK_VALUES is not None and cfg.PAIR == 2:
+            v_tile = without_hidden(v_tile[0], p), without_hidden(v_tile[1], p)
+        else:
+            v_tile = without_hidden(v_tile, p)
     v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
     if cfg.PAIR == 2:
-        even_tile, odd_tile = unpack_pairs(v_tile)
+        if cfg.UNPACK_VALUES is not None:
+            even_tile, odd_tile = v_tile
+        else:
+            even_tile, odd_tile = unpack_pairs(v_tile)
         even = weighted_sum(acc[0], rescale, p, even_tile, v_scale, cfg)
         odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale, cfg)
         acc = even, odd

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...gpu.launch import Launch
 from ...gpu.rows import (
     at_boundary,
+    common_alignment,
     has_aligned_rows,
     row_arguments,
     with_adjacent_elements,
@@ -30,7 +31,7 @@ from .column_sum_pass import column_sum_kernel
 from .forward_pass import forward_kernel, merge_in_order_kernel
 from .forward_tangent import forward_tangent_kernel
 from .masks import list_tiles_kernel
-from .plan import KernelPlan, Plan, plan
+from .plan import KernelConfig, KernelPlan, Plan, plan
 from .score_gradients import (
     bias_gradient_kernel,
     captured_gradient_kernel,
@@ -39,6 +40,7 @@ from .score_gradients import (
     row_sums_kernel,
 )
 from .short_sequences import short_backward_kernel, short_forward_kernel
+from .unpack_source import unpack_source
 
 # Tiles that one step of `list_tiles_kernel` classifies.
 LIST_CHUNK = 128
@@ -74,6 +76,8 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     kernel_plan = planned.split if parts else planned.forward
     config = kernel_plan.config
+    if problem.options.k_unpack:
+        config = replace(config, **unpack_functions(problem, config, k, v))
     common = common_of(problem, operands)
     if planned.short is not None and not parts:
         arguments = {
@@ -91,7 +95,7 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     rows_per_query = config.GROUP if config.IS_PACKED_GROUP else 1
     programs = -(-problem.M * rows_per_query // config.BLOCK_M)
     programs *= problem.B * problem.Hq // rows_per_query
-    if config.PAIR == 2:
+    if config.HAS_FLOAT8_KEYS and config.PAIR == 2:
         k, v = k.view(torch.int16), v.view(torch.int16)
     appended = new_of(NewTokens(*new), operands.k, operands.v) if new else NO_NEW
     arguments = common | appended
@@ -432,6 +436,28 @@ def column_sum_launch(
 
 
 # Score functions as functions of Triton, made from their programs.
+
+
+def unpack_functions(
+    problem: AttentionProblem, config: KernelConfig, k: Tensor, v: Tensor
+) -> dict[str, Any]:
+    """The functions of a kernel that unpack the rows of a cache format, by their names in
+    `KernelConfig`.
+    """
+    options, pair = problem.options, config.PAIR
+
+    def function(text: str, first: int, head_dim: int, padded: int, pair: int) -> Any:
+        how = problem.dtype, padded // pair
+        return function_of(unpack_source(text, first, head_dim, pair, *how))
+
+    keys, values, D = options.k_unpack, options.v_unpack, config.D
+    tail = config.TAIL_D and function(keys, D, config.TAIL_D, config.BLOCK_TAIL, 1)
+    return {
+        "ROW_ALIGNMENT": min(common_alignment(k), common_alignment(v)),
+        "UNPACK_KEYS": function(keys, 0, D, config.BLOCK_D, pair),
+        "UNPACK_TAIL": tail or None,
+        "UNPACK_VALUES": function(values, 0, config.DV, config.BLOCK_DV, pair),
+    }
 
 
 def plan_with_functions(problem: AttentionProblem, aligned: bool) -> Plan:

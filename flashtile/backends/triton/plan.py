@@ -22,6 +22,7 @@ from ...gpu.memory import MAX_SPLITS, MOST_PART_ROWS
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
+from ...score_mod.rows import shares_bytes
 
 MAX_HEAD_DIM = 512
 # Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
@@ -252,6 +253,11 @@ class KernelConfig:
     CAPTURED_SUMS: Any = None
     CAPTURED_KEPT: int = 0  # tiles of sums that a program keeps for its band
     HAS_STATISTICS: bool = False  # the forward also has those of rows
+    # Of a cache of packed rows: keys, their columns after D, and values (`plan_with_functions`).
+    ROW_ALIGNMENT: int = 1  # bytes, at whose multiples rows start
+    UNPACK_KEYS: Any = None
+    UNPACK_TAIL: Any = None
+    UNPACK_VALUES: Any = None
 
 
 class KernelPlan(NamedTuple):
@@ -326,6 +332,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     if problem.page_size > 0:  # half of the stages load the page indices that other loads need
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
     paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
+    paired = paired or _shares_bytes(problem)
     dead = problem.has_dead_rows
     return Plan(
         forward=_kernel_plan(problem, forward, packed, aligned, described, paired=paired),
@@ -343,6 +350,15 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     )
 
 
+def _shares_bytes(problem: AttentionProblem) -> bool:
+    """Whether two elements share a byte of packed keys, and of packed values."""
+    options = problem.options
+    if not options.k_unpack or problem.dtype == torch.float32:
+        return False
+    D = min(problem.D, MAX_HEAD_DIM)
+    return shares_bytes(options.k_unpack, D) and shares_bytes(options.v_unpack, problem.Dv)
+
+
 def is_short(problem: AttentionProblem) -> bool:
     """Whether the kernels of `short_sequences.py` run the call: one tile has all queries and keys
     of a head. One query is decoding, where the heads of a group share a tile, and keys grow.
@@ -350,7 +366,7 @@ def is_short(problem: AttentionProblem) -> bool:
     fits = problem.dtype != torch.float32 and max(problem.D, problem.Dv) <= UNSPLIT_HEAD_DIM
     fits = fits and 1 < problem.M <= SHORT and 0 < problem.N <= SHORT
     cached = problem.page_size or problem.has_cache_rows or problem.has_float8_keys
-    cached = cached or problem.appending is not None
+    cached = cached or problem.appending is not None or bool(problem.options.k_unpack)
     is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
     masked = problem.block_tile is not None or problem.spans > 0
     other = problem.options.score_mod or problem.options.batch_invariant or problem.has_statistics
@@ -508,6 +524,7 @@ def _pays_descriptors(problem: AttentionProblem) -> bool:
     """
     work = problem.B * problem.Hq * problem.M * problem.N
     plain = not (problem.page_size or problem.has_float8_keys or problem.appending)
+    plain = plain and not problem.options.k_unpack
     plain = plain and problem.dtype != torch.float32 and problem.D <= MAX_HEAD_DIM
     plain = plain and problem.D % ROW_STEP == problem.Dv % ROW_STEP == 0
     return plain and hardware.has_tma(problem.capability) and work >= DESCRIPTOR_WORK

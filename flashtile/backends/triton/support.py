@@ -17,6 +17,7 @@ from ..reasons import (
     score_mod_reasons,
 )
 from .plan import MAX_HEAD_DIM, MAX_KEY_HEAD_DIM, architecture, device_name
+from .unpack_source import untranslatable_unpack
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,6 +51,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += score_mod_reasons(problem)
     if options.batch_invariant:
         reasons += invariance_reasons(problem) + _not_invariant(problem)
+    reasons += _unpack_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
@@ -58,6 +60,19 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
             f"99 KiB of shared memory of {device_name(problem)})"
         )
     return reasons
+
+
+def _unpack_reasons(problem: AttentionProblem) -> list[str]:
+    """What the kernels, or those of an older GPU, do not have of a cache format."""
+    for text in filter(None, {problem.options.k_unpack, problem.options.v_unpack}):
+        missing = untranslatable_unpack(text)
+        if missing:
+            return [f"{missing} in a cache_format (on a CPU)"]
+        if "float8_e4m3fn" in text and _lacks_float8(problem.capability):
+            oldest = dotted(OLDEST_FLOAT8_CAPABILITY)
+            device = device_name(problem)
+            return [f"e4m3 in a cache_format on {device} (NVIDIA from {oldest} on)"]
+    return []
 
 
 def _not_invariant(problem: AttentionProblem) -> list[str]:

@@ -166,8 +166,24 @@ def rotate_and_append(
     Returns:
         The rotated queries, and the result of `append`.
     """
-    k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
+    starts = cu_seqlens_q, cu_seqlens_k_new
+    q, k = rotated(q, k, cos, sin, base, *starts, interleaved, own_positions)
     where = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
-    used = append(k_cache, v_cache, k, v, lengths, *where)
-    rotated = _rotate(q, cos, sin, _positions(q, base, cu_seqlens_q, own_positions), interleaved)
-    return rotated, used
+    return q, append(k_cache, v_cache, k, v, lengths, *where)
+
+
+def rotated(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    base: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+    interleaved: bool,
+    own_positions: bool,
+) -> tuple[Tensor, Tensor]:
+    """The queries and the new keys, rotated as in `rotate_and_append`."""
+    k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
+    q = _rotate(q, cos, sin, _positions(q, base, cu_seqlens_q, own_positions), interleaved)
+    return q, k

@@ -1,0 +1,46 @@
+"""Caches of packed rows in Triton's interpreter, against the reference over the unpacked ones.
+
+Runs in a separate process, because Triton decides at import whether it interprets:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/test_interpreter_formats.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from flashtile.problem import AttentionProblem
+from flashtile.testing import assert_close, floor_of, rounding_variance
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
+pytest.importorskip("triton", reason="the package triton is not installed")
+
+from flashtile.backends import triton as backend
+
+from .decoding import FORMAT_CASES, make_packed
+from .reference import reference
+
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
+KINDS = [(torch.float16, 3), (torch.float32, 2), (torch.float16, 1)]
+# Every case once, with one kind each, and all kinds of one case.
+CALLS = [(name, *KINDS[n % 3]) for n, name in enumerate(FORMAT_CASES)]
+CALLS += [("int4", *kind) for kind in KINDS if ("int4", *kind) not in CALLS]
+
+
+@pytest.mark.parametrize(("name", "dtype", "splits"), CALLS, ids=str)
+def test_packed_rows(name: str, dtype: torch.dtype, splits: int, seed: int):
+    packed, unpacked, options = make_packed(name, dtype, seed)
+    problem = AttentionProblem.of(packed, options._replace(num_splits=splits))
+    plain = options._replace(k_unpack="", v_unpack="", value_head_dim=0)
+    truth, low = reference(unpacked, plain), reference(unpacked, plain, compute_dtype=dtype)
+    variance = reference(unpacked, plain, attend=rounding_variance(dtype))
+    got = backend.forward(problem, packed)
+    for field, x in zip(("out", "lse"), got, strict=True):
+        wanted, plainly = getattr(truth, field), getattr(low, field)
+        floor = floor_of(getattr(variance, field))
+        assert_close(field, x, wanted, plainly, floor=floor, dtype=dtype, seed=seed)
