@@ -20,7 +20,7 @@ from . import backends
 from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .gpu.described import followed_by
-from .invariance_check import check_bits, checks_everything
+from .invariance_check import check_bits, check_gradient_bits, checks_everything
 from .operators import library, ops, register_fake, register_flops_when_counting
 from .problem import (
     DIFFERENTIABLE,
@@ -253,11 +253,15 @@ def _run_backward(
     assert out is not None and lse is not None and dout is not None
     # As many as `Operands` has, of which only the optional ones are None.
     operands = Operands(*given)  # type: ignore[arg-type]  # its fields
+    backend = backends.BACKENDS[problem.options.backend]
     with autocast_off(operands.q):
         if forward is not None:
-            return forward.backward(tensors, present)
-        backend = backends.BACKENDS[problem.options.backend]
-        return backend.backward(problem, operands, out, lse, dout, dlse)
+            gradients = forward.backward(tensors, present)
+        else:
+            gradients = backend.backward(problem, operands, out, lse, dout, dlse)
+        if problem.options.batch_invariant and checks_everything():
+            check_gradient_bits(backend.backward, problem, tensors, gradients)
+    return gradients
 
 
 def _describe_backward(problem: AttentionProblem, operands: Operands) -> None:
@@ -502,7 +506,7 @@ class DirectAttention(torch.autograd.Function):
             given = (dout, dlse, *saved[-2:], problem.bias_needs_grad, *operands, *problem.options)
             return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
         tensors = (*operands, *saved[-2:], dout, dlse)
-        if forward is None or is_any_autocast_on():
+        if forward is None or problem.options.batch_invariant or is_any_autocast_on():
             gradients = _run_backward(problem, tensors, present, forward)
         else:
             gradients = forward.backward(tensors, present)

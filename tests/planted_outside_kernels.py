@@ -55,6 +55,20 @@ CPU = [
         "tests/conformance/test_outputs.py -k test_lse_has_a_gradient",
     ),
     Planted(
+        "batch_invariant: a bias begins at the first row of padding",
+        "Padding.bias",
+        "(self.before, self.M - self.before - x.shape[2]) if",
+        "(0, self.M - x.shape[2]) if",
+        "tests/test_batch_invariance.py -k two_layouts",
+    ),
+    Planted(
+        "the check of equal bits forgets the gradient",
+        "_run_backward",
+        "problem.options.batch_invariant and checks_everything()",
+        "False",
+        "tests/test_batch_invariance.py -k check_computes",
+    ),
+    Planted(
         "the entropy of a row counts 0 log 0",
         "_antiderivative",
         "T.masked_fill(T == -INFINITY, 0.0)",

@@ -16,9 +16,12 @@ import torch
 from conformance.devices import carry_calls
 from conformance.harness import OPTIONS, Sizes, check_dense, check_varlen
 from torch import Tensor
+from torch.nn.functional import pad
 
 import flashtile
+from flashtile import Spans
 from flashtile.backends.cpu import whole_tiles
+from flashtile.backends.cpu.tiles import TileGradients
 from flashtile.testing import cu_seqlens
 
 pytestmark = pytest.mark.slow
@@ -50,6 +53,28 @@ class World(NamedTuple):
     options: dict[str, Any]
     grows: bool  # a query sees no later key, so that it may be computed before there are any
     prefix: int  # tokens with which all sequences begin
+    biases: list[Tensor] | None  # (heads, length, length)
+    spans: list[Tensor] | None  # (2, length, intervals) int32, starts and stops
+
+    def options_of(
+        self, queries: list[tuple[int, int, int]], rows: int, keys: int, is_packed: bool = False
+    ) -> dict[str, Any]:
+        """The options of a call on the queries [first, stop) of some sequences, with room for so
+        many rows and keys of each."""
+        options = dict(self.options)
+        if self.biases is not None:
+            parts = [self.biases[i][:, a:b, :keys] for i, a, b in queries]
+            options["bias"] = torch.stack(
+                [pad(x, (0, keys - x.shape[2], 0, rows - x.shape[1])) for x in parts]
+            )
+        if self.spans is not None:
+            parts = [self.spans[i][:, a:b] for i, a, b in queries]
+            if is_packed:
+                ends = torch.cat(parts, 1)[:, None]
+            else:
+                ends = torch.stack([pad(x, (0, 0, 0, rows - x.shape[1])) for x in parts], 1)
+            options["mask"] = Spans(*ends.unsqueeze(2))
+        return options
 
 
 # On a GPU, where each combination of options compiles dozens of kernels: head dim, dtype and
@@ -116,7 +141,13 @@ def world(r: random.Random, kind: int | None = None) -> World:
     options = {**options, **{n: x.to(device) for n, x in random_numbers.items()}}
     right = options.get("window_size", (-1, -1))[1]
     grows = options.get("causal", False) or right == 0
-    return World([Sequence(*x) for x in parts], options, grows, prefix)
+    biases, spans = None, None
+    if kind is None and r.random() < 0.2:
+        biases = [torch.randn(heads, n, n, generator=g).to(dtype) for n in lengths]
+    if kind is None and r.random() < 0.2:
+        ends = [torch.randint(0, n + 1, (2, n, 2), generator=g, dtype=torch.int32) for n in lengths]
+        spans = [x.sort(0).values for x in ends]
+    return World([Sequence(*x) for x in parts], options, grows, prefix, biases, spans)
 
 
 # Layouts: (out, lse) of some rows of each sequence. Those with gradients return the leaves, too.
@@ -150,9 +181,10 @@ def training_rows(
 def alone(w: World, r: random.Random) -> Run:
     indices, firsts, leaves = training_rows(w, r)
     outs, lses = [], []
-    for q, k, v in zip(*leaves, strict=True):
+    for i, first, q, k, v in zip(indices, firsts, *leaves, strict=True):
         qkv = (x[None] for x in (q, k, v))
-        out, lse = flashtile.attention(*qkv, batch_invariant=True, return_lse=True, **w.options)
+        options = w.options_of([(i, first, len(k))], len(q), len(k))
+        out, lse = flashtile.attention(*qkv, batch_invariant=True, return_lse=True, **options)
         outs.append(out[0])
         lses.append(lse[0])
     return Run(indices, firsts, outs, lses, leaves)
@@ -167,9 +199,10 @@ def padded(w: World, r: random.Random) -> Run:
     )
     device = q.device
     used = [torch.tensor([len(x) for x in part], dtype=torch.int32) for part in leaves[:2]]
+    queries = list(zip(indices, firsts, map(len, leaves[1]), strict=True))
     out, lse = flashtile.attention(
         q, k, v, seqused_q=used[0].to(device), seqused_k=used[1].to(device),
-        batch_invariant=True, return_lse=True, **w.options,
+        batch_invariant=True, return_lse=True, **w.options_of(queries, *rooms[:2]),
     )  # fmt: skip
     count = [len(x) for x in leaves[0]]
     outs = [x[:n] for x, n in zip(out, count, strict=True)]
@@ -182,9 +215,11 @@ def packed(w: World, r: random.Random) -> Run:
     device = leaves[0][0].device
     counts = [[len(x) for x in part] for part in leaves[:2]]
     starts = [cu_seqlens(x).to(device) for x in counts]
+    queries, longest = list(zip(indices, firsts, counts[1], strict=True)), list(map(max, counts))
+    options = w.options_of(queries, *longest, is_packed=True)
     with flashtile.batch_invariant():
         out, lse = flashtile.attention_varlen(
-            *map(torch.cat, leaves), *starts, *map(max, counts), return_lse=True, **w.options
+            *map(torch.cat, leaves), *starts, *longest, return_lse=True, **options
         )
     return Run(indices, firsts, list(out.split(counts[0])), list(lse.split(counts[0], 1)), leaves)
 
@@ -209,15 +244,17 @@ def cached(w: World, r: random.Random) -> Run:
     q = torch.stack([s.q[a:b] for s, a, b in zip(chosen, firsts, stops, strict=True)])
     appended = r.choice((0, stops[0] - firsts[0]))
     held = torch.tensor([stop - appended for stop in stops], dtype=torch.int32)
-    arguments: dict[str, Any] = dict(w.options)
+    capacity = max(stops) + r.choice((0, 40))
+    page_size = r.choice((0, 0, 1, 3, 16, 64, 256) if q.device.type == "cpu" else (0, 16))
+    room = -(-capacity // page_size) * page_size if page_size else capacity
+    queries = list(zip(indices, firsts, stops, strict=True))
+    arguments = w.options_of(queries, stops[0] - firsts[0], room)
     if appended:
         new = [
             torch.stack([x[stop - appended : stop] for x, stop in zip(part, stops, strict=True)])
             for part in ([s.k for s in chosen], [s.v for s in chosen])
         ]
         arguments |= dict(zip("kv", new, strict=True))
-    capacity = max(stops) + r.choice((0, 40))
-    page_size = r.choice((0, 0, 1, 3, 16, 64, 256) if q.device.type == "cpu" else (0, 16))
     if page_size:
         pages = -(-capacity // page_size)
         table = torch.randperm(len(chosen) * pages + 2)[: len(chosen) * pages]
@@ -249,7 +286,7 @@ def cached(w: World, r: random.Random) -> Run:
     if (
         w.prefix
         and "score_mod" not in w.options
-        and not {"attention_chunk", "relative_bias"} & set(w.options)
+        and not {"attention_chunk", "relative_bias", "bias", "mask"} & set(arguments)
     ):
         arguments["shared_prefix_len"] = w.prefix // max(page_size, 1) * max(page_size, 1)
     out, lse = flashtile.attention_with_kvcache(
@@ -278,11 +315,13 @@ def paged_varlen(w: World, r: random.Random) -> Run:
                 page[: min(stop - start, page_size)] = x[start : min(stop, start + page_size)]
                 part.append(page)
     counts = [stop - first for _, first, stop in spans]
+    queries, room = list(zip(indices, firsts, stops, strict=True)), table.shape[1] * page_size
+    options = w.options_of(queries, max(counts), room, is_packed=True)
     out, lse = flashtile.attention_varlen(
         torch.cat([s.q[a:b] for s, a, b in spans]), torch.stack(pages[0]), torch.stack(pages[1]),
         cu_seqlens(counts).to(device), max_seqlen_q=max(counts), page_table=table.to(device),
         seqused_k=torch.tensor(stops, dtype=torch.int32).to(device), batch_invariant=True,
-        return_lse=True, **w.options,
+        return_lse=True, **options,
     )  # fmt: skip
     return Run(indices, firsts, list(out.split(counts)), list(lse.split(counts, 1)))
 
@@ -409,25 +448,37 @@ def test_packed(names: str, seed: int) -> None:
         check_varlen([33, 0, 7], [290, 5, 0], sizes, names, torch.float16, "cpu", seed)
 
 
-@pytest.mark.parametrize("layout", [padded, packed, cached, paged_varlen])
+CHECKED = {alone: True, padded: True, packed: True, cached: False, paged_varlen: False}
+
+
+@pytest.mark.parametrize("layout", CHECKED)
 def test_a_check_computes_a_row_alone(
     layout: Callable[[World, random.Random], Run], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    """In both passes: no rows differ, unless each call gets other numbers than the one before."""
     r = random.Random(seed)
     w = world(r)
     w.options.pop("score_mod", None)
     monkeypatch.setenv("FLASHTILE_CHECK", "1")
-    with torch.no_grad():
-        layout(w, r)
-    forward = whole_tiles.forward
-    rows = [0]  # each call gets other numbers than the one before
+    calls = [0]
 
-    def counting(tp: Any) -> tuple[Tensor, Tensor]:
-        O, L = forward(tp)
-        rows[0] += 1
-        return O + rows[0], L
+    def shifted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def shifting(*args: Any) -> Any:
+            first, *rest = function(*args)
+            calls[0] += 1
+            as_results = tuple if function is forward else TileGradients._make
+            return as_results((first + calls[0], *rest))
 
-    monkeypatch.setattr(whole_tiles, "forward", counting)
+        return shifting
+
+    forward, backward = whole_tiles.forward, whole_tiles.backward
+    run = layout(w, r)
+    if CHECKED[layout]:
+        results(w, run)
+        monkeypatch.setattr(whole_tiles, "backward", shifted(backward))
+        with pytest.raises(RuntimeError, match="the gradient of query"):
+            results(w, layout(w, r))
+    monkeypatch.setattr(whole_tiles, "forward", shifted(forward))
     with torch.no_grad(), pytest.raises(RuntimeError, match="the output of query"):
         layout(w, r)
 

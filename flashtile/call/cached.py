@@ -12,6 +12,7 @@ from .. import autograd, statistics
 from ..backend_interface import PreparedForward
 from ..cache_formats import CacheFormat
 from ..gpu.described import current_target
+from ..invariance_check import checks_everything
 from ..operators import ops
 from ..ops.append import formula, op
 from ..ops.gather.op import gather_pages
@@ -30,10 +31,11 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     has_new_tokens = layout.k_new is not None
     if problem.options.score_mod and has_new_tokens and operands.seqused_k is not None:
         check_indices(problem, operands._replace(seqused_k=operands.seqused_k + layout.added))
-    if call.forward is not None and not autograd.is_call_observed():
+    is_checked = problem.options.batch_invariant and checks_everything()
+    if call.forward is not None and not is_checked and not autograd.is_call_observed():
         return _attend(call.forward, operands, layout)
     if problem.appending is not None:
-        if not _is_observed((*operands, layout.k_new, layout.v_new)):
+        if not is_checked and not _is_observed((*operands, layout.k_new, layout.v_new)):
             backend = dispatch.BACKENDS[problem.options.backend]
             return _attend(PreparedForward(problem, backend), operands, layout)
         problem = problem._replace(appending=None)

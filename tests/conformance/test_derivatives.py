@@ -15,6 +15,7 @@ from torch.func import grad, jacfwd, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
+from flashtile.call.options import AttentionOptions
 from flashtile.masks import BlockMask, Spans
 from flashtile.testing import (
     assert_close,
@@ -76,9 +77,19 @@ CASES: dict[str, Callable[[], tuple[Call, tuple[Tensor, ...]]]] = {
     "relative bias": lambda: dense((4, 7), relative_bias=...),
     "rows without a key, and a sink": lambda: dense((4,), sink=..., window_size=(-1, -5)),
     "chunk": lambda: dense(attention_chunk=2),
-    "used lengths": lambda: dense(seqused_k=torch.tensor([3, 6], dtype=torch.int32)),
+    "used lengths": lambda: dense(
+        seqused_q=torch.tensor([5, 2], dtype=torch.int32),
+        seqused_k=torch.tensor([3, 6], dtype=torch.int32),
+    ),
+    "a mask that is added": lambda: dense((2, 1, M, N), attn_mask=..., softmax_scale=0.3),
+    "padding": lambda: dense(key_padding_mask=VISIBLE[:, 0, 0]),
+    "equal bits": lambda: dense(batch_invariant=True, deterministic=True),
     "spans": lambda: dense(mask=Spans(SPAN, SPAN + 3)),
     "block mask": lambda: dense(block_mask=BlockMask.from_dense(VISIBLE, (2, 3))),
+    "listed blocks": lambda: dense(
+        key_blocks=torch.tensor([1, 0, 1], dtype=torch.int32).view(1, 1, 3, 1).expand(2, 2, 3, 1),
+        block_size=(2, 3),
+    ),
     "score function": lambda: (captured, tensors((1, M, 2, 4), (1, N, 1, 4), (1, N, 1, 3), (2,))),
     "dropout": lambda: (dropped, dense()[1]),
     "packed": lambda: (packed, tensors((8, 4, 4), (8, 2, 4), (8, 2, 3))),
@@ -101,6 +112,22 @@ def test_of_every_option(name: str) -> None:
     torch.manual_seed(0)  # gradcheck draws directions
     assert gradcheck(call, inputs, check_forward_ad=True, fast_mode=True)
     assert gradgradcheck(call, inputs, fast_mode=True)
+
+
+def test_no_option_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But float8, which has no derivative, and hints."""
+    used, attention = set(), flashtile.attention
+
+    def recorded(*tensors: Tensor, **options: Any) -> Any:
+        used.update(options)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(flashtile, "attention", recorded)
+    for make in CASES.values():
+        call, inputs = make()
+        call(*inputs)
+    float8, hints = {"q_descale", "k_descale", "v_descale"}, {"num_splits", "pack_gqa", "sm_margin"}
+    assert AttentionOptions.__annotations__.keys() - used == float8 | hints
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -76,7 +76,10 @@ def _unpack_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def _not_invariant(problem: AttentionProblem) -> list[str]:
-    """With what the order of a row's sums depends on the tile that the row is in."""
+    """With what a row's bits depend on the tile that the row is in: full tiles of a list or of
+    spans come first. dK would read a bias and captured numbers before the first query. Relative
+    biases and float8 caches were never tried.
+    """
     facts = (
         (problem.has_bias, "a bias"),
         (problem.relative_distance is not None, "a relative_bias"),
