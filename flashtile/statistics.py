@@ -249,19 +249,14 @@ def _backward(
     if dout is not None or dlse is not None:
         found = autograd.first_derivative(ctx, dout, dlse, out, lse, *operands)
     if dentropy is not None:
-        refuse_second_derivative()
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "return_stats: got create_graph=True; the entropy can be differentiated only once"
+            )
         more = ops.attention_entropy_backward(dentropy, *operands, lse, entropy, *ctx.options)
         sums = zip(found, more, ctx.needs_input_grad, strict=False)
         found = tuple((g if f is None else f + g) if wanted else None for f, g, wanted in sums)
     return *found, *(None,) * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
-
-
-def refuse_second_derivative() -> None:
-    """Raise if the gradient of an entropy will be differentiated."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "return_stats: got create_graph=True; the entropy can be differentiated only once"
-        )
 
 
 torch.library.register_autograd(

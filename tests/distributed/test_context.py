@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flashtile
 from flashtile import BlockMask
 from flashtile.call import dispatch
-from flashtile.distributed import ContextParallel, Mask, executor
+from flashtile.distributed import ContextParallel, Mask, compile, executor
 from flashtile.distributed.arguments import OPTIONS
 from flashtile.distributed.partition import TileMap
 from flashtile.problem import AttentionProblem
@@ -64,6 +64,27 @@ def test_every_option_with_heads_in_turns(option: str) -> None:
     case = next(x for x in cases if x.leaves["k"].shape[-2] % 2 == 0 and x.dout.numel() > 1000)
     numbers = {"ulysses": 1, "stages": 2, "head_groups": 2}
     compare(case, run_ranks(2, lambda comm: case.on_rank(ContextParallel.over(comm, **numbers))))
+
+
+def test_which_statistics_ranks_have() -> None:
+    """All ask for the same ones, outside of graphs."""
+
+    def run(comm: ThreadCommunicator) -> None:
+        parallel = ContextParallel.over(comm)
+        layout = parallel.layout(seq_len=64)
+        x = torch.randn(1, layout.local_tokens, 2, 8)
+        with pytest.raises(ValueError, match="return_stats: got 'sum', want some of"):
+            parallel.attention(x, x, x, layout, return_stats=["sum"])
+        with pytest.raises(NotImplementedError, match="return_stats: context parallelism has none"):
+            compile.attend((x, x, x), layout, {"return_stats": ("entropy",)}, False, None)
+        names = ("max_logit", "entropy")[: 1 + comm.rank]
+        with pytest.raises(ValueError, match="the ranks disagree on return_stats"):
+            parallel.attention(x, x, x, layout, return_stats=names)
+        _, found = parallel.attention(x, x, x, layout, return_stats=("column_sum",))
+        assert found.max_logit is None and found.entropy is None
+        torch.testing.assert_close(layout.unshard(found.column_sum, 2).sum(), torch.tensor(128.0))
+
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize(
