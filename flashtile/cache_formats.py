@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +20,6 @@ from .score_mod.trace import traced_unpack
 
 Unpack = Callable[[Tensor, Tensor], Tensor]
 Pack = Callable[[Tensor], Tensor]
-
-
-class Formats(NamedTuple):
-    """The formats of keys and values, in numbers and texts that can be compared."""
-
-    k_unpack: str  # the program of the keys
-    k_bytes: int
-    v_unpack: str
-    v_bytes: int
-    head_dim: int
-    value_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -83,9 +71,14 @@ class CacheFormat:
                 raise TypeError(f"CacheFormat.{name}: got {kind}, want a function")
         with _named_errors():
             program = str(traced_unpack(self.unpack, self.bytes_per_row))
-            if self.head_dim is not None:
-                check_reads(program, self.head_dim, self.bytes_per_row)
         object.__setattr__(self, "program", program)
+        if self.head_dim is not None:
+            self.check_reads(self.head_dim)
+
+    def check_reads(self, head_dim: int) -> None:
+        """Raise IndexError if one of so many elements is read from past the row."""
+        with _named_errors():
+            check_reads(self.program, head_dim, self.bytes_per_row)
 
     def unpacked(self, rows: Tensor, head_dim: int | None = None) -> Tensor:
         """The elements (..., head_dim) of rows (..., bytes_per_row) uint8, in float32, on their
@@ -99,8 +92,7 @@ class CacheFormat:
                 f"rows: got {rows.dtype} of shape {tuple(rows.shape)}, want torch.uint8 of shape "
                 f"(..., {self.bytes_per_row})"
             )
-        with _named_errors():
-            check_reads(self.program, head_dim, self.bytes_per_row)
+        self.check_reads(head_dim)
         return unpacked(self.program, rows, head_dim)
 
     def packed(self, x: Tensor) -> Tensor:
@@ -112,21 +104,12 @@ class CacheFormat:
         if self.pack is None:
             raise ValueError("CacheFormat.pack: got None, want a function, to append new tokens")
         rows, wanted = self.pack(x), (*x.shape[:-1], self.bytes_per_row)
-        got = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-        if got != wanted or rows.dtype != torch.uint8 or rows.device != x.device:
-            dtype = f"{rows.dtype} of shape " if isinstance(rows, Tensor) else ""
-            raise ValueError(
-                f"CacheFormat.pack: got {dtype}{got} for new tokens of shape {tuple(x.shape)}, "
-                f"want torch.uint8 of shape {wanted} on {x.device}"
-            )
+        is_right = isinstance(rows, Tensor) and rows.dtype == torch.uint8
+        if not is_right or tuple(rows.shape) != wanted or rows.device != x.device:
+            got = f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else rows
+            wanted_rows = f"torch.uint8 of shape {wanted} on {x.device}"
+            raise ValueError(f"CacheFormat.pack: got {got}, want {wanted_rows}")
         return rows
-
-
-def check_formats(formats: Formats) -> None:
-    """Raise IndexError if an element of a key or value is read from past its row."""
-    with _named_errors():
-        check_reads(formats.k_unpack, formats.head_dim, formats.k_bytes)
-        check_reads(formats.v_unpack, formats.value_head_dim, formats.v_bytes)
 
 
 @contextmanager
@@ -159,26 +142,20 @@ def _joined(*parts: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]))
 
 
-def _scaled(x: Tensor, block: int, largest: float) -> tuple[Tensor, Tensor]:
-    """(x over the scale of its block, float32; the scales (..., blocks), bfloat16): numbers up to
-    about `largest`.
-    """
-    blocks = x.float().unflatten(-1, (-1, block))
-    scales = (blocks.abs().amax(-1) / largest).bfloat16()
-    divisor = scales.float().masked_fill(scales == 0, 1.0)
-    return (blocks / divisor[..., None]).flatten(-2), scales
+def _divisor(scales: Tensor) -> Tensor:
+    """(..., blocks, 1) float32: 1 where a block is 0."""
+    return scales.float().masked_fill(scales.float() == 0, 1.0)[..., None]
 
 
 def _padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def _blocks(head_dim: int, block: int | None) -> int:
-    """The size of a block; by default all elements of a token."""
-    block = head_dim if block is None else block
+def _blocks(head_dim: int, block: int) -> int:
+    """The number of blocks of a row."""
     if block < 1 or head_dim % block:
         raise ValueError(f"block: got {block}, want a divisor of {head_dim}, the head dim")
-    return block
+    return head_dim // block
 
 
 # Ready formats
@@ -199,39 +176,34 @@ def e5m2(head_dim: int) -> CacheFormat:
 
 
 def int8(head_dim: int, block: int | None = None) -> CacheFormat:
-    """Integers from -127 to 127 times a bfloat16 scale, one for each token or for each block of so
-    many elements.
+    """Integers from -127 to 127, plus 128, times a bfloat16 scale, one for each token or for each
+    block of so many elements.
     """
-    block = _blocks(head_dim, block)
-    size = _padded(head_dim + 2 * (head_dim // block))
-
-    def unpack(row: Tensor, d: Tensor) -> Tensor:
-        scale = number_at(row, head_dim + 2 * (d // block), torch.bfloat16)
-        return row[d].view(torch.int8).float() * scale.float()
-
-    def pack(x: Tensor) -> Tensor:
-        codes, scales = _scaled(x, block, 127)
-        return _joined(codes.round().clamp(-127, 127).to(torch.int8), scales, size=size)
-
-    return CacheFormat(size, unpack, pack, head_dim)
+    return _integers(8, head_dim, block)
 
 
 def int4(head_dim: int, block: int | None = 32) -> CacheFormat:
-    """Integers from -7 to 7, two in a byte, times a bfloat16 scale, one for each block of so many
-    elements, or for each token if `block` is None.
+    """Integers from -7 to 7, plus 8, two in a byte, times a bfloat16 scale, one for each block of
+    so many elements, or for each token if `block` is None.
     """
-    block = _blocks(head_dim, block)
-    half = (head_dim + 1) // 2
-    size = _padded(half + 2 * (head_dim // block))
+    return _integers(4, head_dim, block)
+
+
+def _integers(bits: int, head_dim: int, block: int | None) -> CacheFormat:
+    block, zero = head_dim if block is None else block, 2 ** (bits - 1)
+    codes = (head_dim * bits + 7) // 8  # bytes
+    size = _padded(codes + 2 * _blocks(head_dim, block))
 
     def unpack(row: Tensor, d: Tensor) -> Tensor:
-        code = row[d // 2] >> d % 2 * 4 & 15
-        scale = number_at(row, half + 2 * (d // block), torch.bfloat16)
-        return (code.float() - 8) * scale.float()
+        code = row[d] if bits == 8 else row[d // 2] >> d % 2 * 4 & 15
+        scale = number_at(row, codes + 2 * (d // block), torch.bfloat16)
+        return (code.float() - zero) * scale.float()
 
     def pack(x: Tensor) -> Tensor:
-        codes, scales = _scaled(x, block, 7)
-        return _joined(_halves(codes.round().clamp(-7, 7) + 8), scales, size=size)
+        blocks = x.float().unflatten(-1, (-1, block))
+        scales = (blocks.abs().amax(-1) / (zero - 1)).bfloat16()
+        numbers = (blocks / _divisor(scales)).flatten(-2).round().clamp(1 - zero, zero - 1) + zero
+        return _joined(_halves(numbers) if bits == 4 else numbers.byte(), scales, size=size)
 
     return CacheFormat(size, unpack, pack, head_dim)
 
@@ -240,8 +212,8 @@ def nvfp4(head_dim: int, scale: float = 1.0) -> CacheFormat:
     """NVFP4: e2m1 numbers, two in a byte, times an e4m3 scale for each 16 elements, times `scale`,
     which is the same for all tokens.
     """
-    half, block = (head_dim + 1) // 2, _blocks(head_dim, 16)
-    size = _padded(half + head_dim // block)
+    half, block = (head_dim + 1) // 2, 16
+    size = _padded(half + _blocks(head_dim, block))
 
     def unpack(row: Tensor, d: Tensor) -> Tensor:
         code = (row[d // 2] >> d % 2 * 4).int()
@@ -253,8 +225,7 @@ def nvfp4(head_dim: int, scale: float = 1.0) -> CacheFormat:
     def pack(x: Tensor) -> Tensor:
         blocks = x.float().unflatten(-1, (-1, block)) / scale
         scales = (blocks.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
-        divisor = scales.float().masked_fill(scales.float() == 0, 1.0)
-        numbers = (blocks / divisor[..., None]).flatten(-2)
+        numbers = (blocks / _divisor(scales)).flatten(-2)
         # Halfway between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
         limits = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
         codes = torch.bucketize(numbers.abs(), limits) + 8 * (numbers < 0)
@@ -278,8 +249,7 @@ def flashmla() -> tuple[CacheFormat, CacheFormat]:
     def pack(x: Tensor) -> Tensor:
         blocks = x[..., :512].float().unflatten(-1, (4, 128))
         scales = blocks.abs().amax(-1) / 448
-        divisor = scales.masked_fill(scales == 0, 1.0)
-        codes = (blocks / divisor[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        codes = (blocks / _divisor(scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
         return _joined(codes.flatten(-2), scales, x[..., 512:].bfloat16(), size=656)
 
     keys = CacheFormat(656, unpack, pack, 576)

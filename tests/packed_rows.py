@@ -44,7 +44,7 @@ def e5m2(rows: Tensor, head_dim: int) -> Tensor:
 
 def int8(rows: Tensor, head_dim: int, blocks: int) -> Tensor:
     scales = numbers(rows, head_dim, blocks, torch.bfloat16)
-    codes = numbers(rows, 0, head_dim, torch.int8).unflatten(-1, (blocks, -1))
+    codes = (rows[..., :head_dim].float() - 128).unflatten(-1, (blocks, -1))
     return (codes * scales[..., None]).flatten(-2)
 
 

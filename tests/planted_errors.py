@@ -42,6 +42,14 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: all blocks of a packed row have the scale of the first",
+        "blocked",
+        "range(0, count, size)",
+        "range(0, 1, size)",
+        "tests/kernels/test_interpreter_formats.py -k int4",
+        interpreted=True,
+    ),
+    Planted(
         "triton: packed rows past the end are read",
         "row_pointers",
         "tl.maximum(count - 1, 0)",

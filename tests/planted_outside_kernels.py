@@ -15,8 +15,8 @@ CPU = [
     Planted(
         "packed values are unpacked as the keys are",
         "_options",
-        '"v_unpack": formats.v_unpack',
-        '"v_unpack": formats.k_unpack',
+        '"v_unpack": v_unpack',
+        '"v_unpack": k_unpack',
         "tests/test_cache_formats.py -k other_calls",
     ),
     Planted(
@@ -217,9 +217,9 @@ CPU = [
     ),
     Planted(
         "new keys rotate like the queries",
-        "rotated",
-        "_positions(k, base, cu_seqlens_k_new, own=True)",
-        "_positions(k, base, cu_seqlens_k_new, own_positions)",
+        "rotate_and_append",
+        "positions(k, base, cu_seqlens_k_new, own=True)",
+        "positions(k, base, cu_seqlens_k_new, own_positions)",
         "tests/test_cache_ops.py -k test_a_new_token_is_rotated",
     ),
     Planted(

@@ -232,11 +232,6 @@ def test_explain_names_the_backend():
     given = call_of(cache_formats.int8(32), 0)
     report = str(flashtile.explain(attention_with_kvcache, **given))
     assert "hopper: no: a cache_format (the triton backend has its tiles)" in report
-    assert "cache_format of keys and values: rows of 48 bytes, unpacked by" in report
-    given["cache_format"] = INT8, CacheFormat(48, lambda row, d: row[d].float())
-    report = str(flashtile.explain(attention_with_kvcache, **given))
-    assert "cache_format of keys: " in report
-    assert "cache_format of values: rows of 48 bytes, unpacked by 2 operations" in report
 
 
 BAD_UNPACK = {

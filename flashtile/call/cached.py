@@ -140,9 +140,10 @@ def rotate_and_append(call: Prepared) -> Operands:
     base = lengths if layout.rotary_seqlens is None else layout.rotary_seqlens
     if layout.formats is not None:  # rotated and packed in PyTorch
         if cos is not None and sin is not None:
-            rotation = cos, sin, base, layout.cu_seqlens_q, layout.cu_seqlens_k_new
-            how = layout.rotary_interleaved, bool(options.facts)
-            q, k = formula.rotated(q, k, *rotation, *how)
+            at_k = formula.positions(k, base, layout.cu_seqlens_k_new, own=True)
+            at_q = formula.positions(q, base, layout.cu_seqlens_q, own=bool(options.facts))
+            k = formula.rotate(k, cos, sin, at_k, layout.rotary_interleaved)
+            q = formula.rotate(q, cos, sin, at_q, layout.rotary_interleaved)
         k, v = _packed(layout.formats, operands, k, v)
         used = append_only(k_cache, v_cache, k, v, lengths, *where, *descales)
         return operands._replace(q=q, seqused_k=used)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from ..cache_formats import CacheFormat, Formats, check_formats
+from ..cache_formats import CacheFormat
 from ..gpu.memory import MAX_SPLITS, workspace_size
 from ..masks import MAX_INTERVALS, BlockMask, Spans, Window
 from ..problem import (
@@ -433,13 +433,11 @@ def cache_format(given: Any) -> tuple[CacheFormat, CacheFormat]:
     return formats[0], formats[1]
 
 
-def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached, formats: Any = None) -> None:
-    """Check that queries, cache, new tokens and rotary tables fit together; `formats` are the
-    numbers and texts of `Formats`, or None.
-    """
+def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached) -> None:
+    """Check that queries, cache, new tokens and rotary tables fit together."""
     caches = k_cache, v_cache
-    if formats is not None:
-        k_cache, v_cache = _unpacked_caches(q, k_cache, v_cache, Formats(*formats))
+    if layout.formats is not None:
+        k_cache, v_cache = _unpacked_caches(q, caches, layout.formats)
     for name, x in (("k", layout.k_new), ("v", layout.v_new)):
         if x is not None:
             tensor(name, x)
@@ -486,7 +484,9 @@ def cached(q: Any, k_cache: Any, v_cache: Any, layout: Cached, formats: Any = No
         _rotary(q, layout, batch)
 
 
-def _unpacked_caches(q: Any, k_cache: Any, v_cache: Any, formats: Formats) -> list[Tensor]:
+def _unpacked_caches(
+    q: Any, caches: tuple[Any, Any], formats: tuple[CacheFormat, CacheFormat]
+) -> list[Tensor]:
     """Stand-ins, without memory, for the unpacked caches, after a check of the packed ones."""
     tensor("q", q, dtypes=FLOATING, wanted="a floating dtype of 16 bits or more")
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -494,21 +494,19 @@ def _unpacked_caches(q: Any, k_cache: Any, v_cache: Any, formats: Formats) -> li
             "cache_format: got a transform of torch.func or dual numbers, want a call without: it "
             "has no derivative"
         )
-    if formats.head_dim != q.shape[-1]:
+    if formats[0].head_dim not in (None, q.shape[-1]):
         raise ValueError(
-            f"cache_format: got a format of {formats.head_dim} elements for the keys, want "
+            f"cache_format: got a format of {formats[0].head_dim} elements for the keys, want "
             f"{q.shape[-1]}, the head dim of q"
         )
-    check_formats(formats)
-    sizes = (formats.k_bytes, formats.head_dim), (formats.v_bytes, formats.value_head_dim)
     found = []
-    for name, x, (count, head_dim) in zip(("k", "v"), (k_cache, v_cache), sizes, strict=True):
+    for name, x, cache_format in zip(("k_cache", "v_cache"), caches, formats, strict=True):
+        size, head_dim = cache_format.bytes_per_row, cache_format.head_dim or q.shape[-1]
+        cache_format.check_reads(head_dim)
         wanted = "torch.uint8, the bytes of a cache_format"
-        tensor(f"{name}_cache", x, dtypes=(torch.uint8,), wanted=wanted, like=q)
-        if x.dim() < 1 or x.shape[-1] != count:
-            raise ValueError(
-                f"{name}_cache: got shape {shape_of(x)}, want (..., {count}), the bytes of a row"
-            )
+        tensor(name, x, dtypes=(torch.uint8,), wanted=wanted, like=q)
+        if x.shape[-1:] != (size,):
+            raise ValueError(f"{name}: got shape {shape_of(x)}, want (..., {size}), bytes of a row")
         found.append(q.new_empty(()).expand(*x.shape[:-1], head_dim))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..problem import AttentionProblem, Operands, Options, dtype_name
+from ..problem import AttentionProblem, Options, dtype_name
 from ..score_mod import parsed, times_traced
 from ..score_mod.trace import compiled_functions_run_eagerly
 from . import dispatch
@@ -35,7 +35,6 @@ class Explanation(NamedTuple):
     hints: tuple[str, ...] = ()  # the performance hints of the call: honoured or ignored
     steps: tuple[str, ...] = ()  # steps on a cache before the backend runs
     score_mod: str = ""  # the traced score function, and how often it has been traced
-    cache_format: str = ""  # how packed keys and values are unpacked
 
     def __str__(self) -> str:
         p = self.problem
@@ -46,7 +45,6 @@ class Explanation(NamedTuple):
         ]
         lines.extend(f"first: {step}" for step in self.steps)
         lines.extend(self.score_mod.splitlines())
-        lines.extend(self.cache_format.splitlines())
         for verdict in self.verdicts:
             mark = "->" if verdict.backend == self.chosen else "  "
             if verdict.reasons:
@@ -117,7 +115,6 @@ def _explanation(call: Checked) -> Explanation:
         hints=_hints(call.keywords, chosen),
         steps=_steps(call.problem, problem, call.layout),
         score_mod=_score_mod(problem.options),
-        cache_format=_cache_format(call.operands, problem.options),
     )
 
 
@@ -126,25 +123,8 @@ def _score_mod(options: Options) -> str:
     if not options.score_mod:
         return ""
     count, times = parsed(options.score_mod).operations, times_traced(options.score_mod)
-    return f"score_mod: {count} operations, traced {times} times\n{_indented(options.score_mod)}"
-
-
-def _cache_format(operands: Operands, options: Options) -> str:
-    """The programs that unpack the rows of a cache, with a line about each."""
-    programs = {"keys": options.k_unpack, "values": options.v_unpack}
-    if options.k_unpack == options.v_unpack:
-        programs = {"keys and values": options.k_unpack}
-    sizes = {"values": operands.v.shape[-1]}
-    return "\n".join(
-        f"cache_format of {name}: rows of {sizes.get(name, operands.k.shape[-1])} bytes, unpacked "
-        f"by {parsed(text).operations} operations\n{_indented(text)}"
-        for name, text in programs.items()
-        if text
-    )
-
-
-def _indented(program: str) -> str:
-    return "\n".join(f"      {line}" for line in program.splitlines())
+    shown = "\n".join(f"      {line}" for line in options.score_mod.splitlines())
+    return f"score_mod: {count} operations, traced {times} times\n{shown}"
 
 
 def _hints(keywords: Keywords, chosen: str | None) -> tuple[str, ...]:

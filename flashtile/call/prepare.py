@@ -17,7 +17,6 @@ from torch import Tensor
 from .. import current_layout
 from ..autocast import cast_input, is_any_autocast_on, is_autocasting
 from ..backend_interface import PreparedForward
-from ..cache_formats import Formats
 from ..dropout import draw_rng_state
 from ..invariance_check import checks_everything
 from ..masks import BlockMask, Window
@@ -161,7 +160,7 @@ def describe(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[Operands, Op
         for name in ("max_seqlen_q", "max_seqlen_k"):
             layout = layout._replace(**{name: checks.length(name, getattr(layout, name))})
     else:
-        checks.cached(q, k, v, layout, keywords.get("cache_format"))
+        checks.cached(q, k, v, layout)
     if qv is not None:
         checks.folded_qv(qv, q, v)
     metadata = keywords.get("scheduler_metadata")
@@ -269,15 +268,15 @@ def _cast(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Ke
 
 
 def _with_formats(q: Any, layout: Cached, keywords: Keywords) -> tuple[Cached, Keywords]:
-    """A cached call whose `cache_format` is the plain tuple of its `Formats`, in the layout the
-    formats themselves.
+    """A cached call with its formats in the layout; its `cache_format` is what decides the call:
+    programs, bytes of rows and head dims.
     """
     if keywords["cache_format"] is None:
         return layout, keywords
     k, v = formats = checks.cache_format(keywords["cache_format"])
     head_dim = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
-    sizes = (k.head_dim or head_dim, v.head_dim or head_dim)
-    plain = (k.program, k.bytes_per_row, v.program, v.bytes_per_row, *sizes)
+    sizes = (k.bytes_per_row, v.bytes_per_row, k.head_dim or head_dim, v.head_dim or head_dim)
+    plain = (k.program, v.program, *sizes)
     return layout._replace(formats=formats), {**keywords, "cache_format": plain}
 
 
@@ -382,9 +381,8 @@ def _options(keywords: Keywords, head_dim: int, M: int, N: int) -> Options:
         if name in keywords and not (keywords[name] is None and option.takes_none):
             numbers[name] = option.check(name, keywords[name])
     if keywords.get("cache_format") is not None:
-        formats = Formats(*keywords["cache_format"])
-        numbers |= {"k_unpack": formats.k_unpack, "v_unpack": formats.v_unpack}
-        numbers["value_head_dim"] = formats.value_head_dim
+        k_unpack, v_unpack, *_, value_head_dim = keywords["cache_format"]
+        numbers |= {"k_unpack": k_unpack, "v_unpack": v_unpack, "value_head_dim": value_head_dim}
     if torch.are_deterministic_algorithms_enabled():
         numbers["deterministic"] = True
     causal = checks.flag("causal", keywords.get("causal", False))

@@ -21,17 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..lru import memoised
-from ..score_mod.program import (
-    CONSTANT,
-    ELEMENT,
-    INDICES,
-    INTEGERS,
-    VALUES,
-    Line,
-    Name,
-    Program,
-    parsed,
-)
+from ..score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
 
 # On what a number of a tile depends: its query, its key, and the difference of both. Without the
 # first or the second, a tile has one number for each key, or for each query.
@@ -362,7 +352,7 @@ class Writer:
             line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
         }
         self._dtypes = {Name("s"): torch.float32, Name("g"): torch.float32}
-        self._dtypes |= {Name(x): torch.int32 for x in (*INDICES, ELEMENT)}
+        self._dtypes |= {Name(x): torch.int32 for x in (*INDICES, "d")}
         self._of_scores = {Name("s")}
         for line in program.lines:
             if not self._of_scores.isdisjoint(line.names):

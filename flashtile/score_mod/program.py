@@ -33,7 +33,6 @@ from ..lru import memoised
 VALUES, INTEGERS = "values", "integers"  # the operations that read captured tensors
 CONSTANT = "constant"  # of the line's dtype
 INDICES = ("b", "h", "i", "j")
-ELEMENT = "d"  # the index of an element, of a program that reads the bytes of a row: see `rows`
 
 
 class Name(str):
@@ -42,6 +41,9 @@ class Name(str):
     __slots__ = ()
 
     __repr__ = str.__str__
+
+
+ELEMENT = Name("d")  # the index of an element, of a program that reads rows of bytes: see `rows`
 
 
 class Line(NamedTuple):

@@ -17,6 +17,10 @@ from ..lru import memoised
 from .evaluate import evaluate
 from .program import CONSTANT, ELEMENT, INTEGERS, Line, Name, Program, parsed
 
+# Operations of a program that computes some numbers once for a block of elements (`blocked`): the
+# index of every block of so many elements, and a number of each block for all of its elements.
+BLOCKS, REPEATED = "blocks", "repeated"
+
 
 def unpacked(text: str, rows: Tensor, head_dim: int) -> Tensor:
     """The elements (..., head_dim) in float32 of rows (..., bytes) of uint8."""
@@ -57,74 +61,99 @@ def check_reads(text: str, head_dim: int, bytes_per_row: int) -> None:
             )
 
 
-def specialised(program: Program, elements: range) -> Program:
-    """The program of the elements ``elements[d]``, for d from 0: what depends on d alone becomes a
-    number, or a multiple of d plus a number, where it is one, and a choice between two numbers that
-    is the same for all elements becomes that number.
+def specialised(
+    program: Program, elements: range, prefix: str = "u", index: Name = ELEMENT
+) -> Program:
+    """The program of the elements ``elements[index]``, for indices from 0, in lines whose names
+    begin with `prefix`: what depends on d alone becomes a number, or a multiple of the index plus a
+    number, where it is one, and a choice between two numbers that is the same for all elements
+    becomes that number.
     """
     tables = _tables(program, elements)
     lines: list[Line] = []
     names: dict[Any, Any] = {}  # what stands for a line
 
-    def write(dtype: torch.dtype, op: str, *arguments: Any) -> Name:
-        lines.append(Line(Name(f"u{len(lines)}"), dtype, op, arguments))
+    def write(dtype: torch.dtype, op: str, arguments: Any, options: Any = ()) -> Name:
+        lines.append(Line(Name(f"{prefix}{len(lines)}"), dtype, op, tuple(arguments), options))
         return lines[-1].name
 
     def simple(name: Name, dtype: torch.dtype) -> Name | None:
-        """A line that depends on d alone, as a number or as a multiple of d plus a number."""
+        """A line that depends on d alone, as a number or as a multiple of the index plus one."""
         table = tables.get(name)
         if table is None:
             return None
         if bool((table == table[0]).all()):
-            return write(dtype, CONSTANT, table[0].item())
+            return write(dtype, CONSTANT, (table[0].item(),))
         if dtype.is_floating_point or dtype == torch.bool or bool(table.diff().diff().any()):
             return None
         step, start = int(table[1] - table[0]), int(table[0])
-        found = Name(ELEMENT) if step == 1 else write(dtype, "mul.Tensor", Name(ELEMENT), step)
-        return write(dtype, "add.Tensor", found, start) if start else found
+        found = index if step == 1 else write(dtype, "mul.Tensor", (index, step))
+        return write(dtype, "add.Tensor", (found, start)) if start else found
 
-    names[ELEMENT] = simple(Name(ELEMENT), torch.int64)
+    names[ELEMENT] = simple(ELEMENT, torch.int64)
     for line in program.lines:
         choice = tables.get(line.arguments[0]) if line.op == "where.self" else None
         found = simple(line.name, line.dtype)
         if found is None and choice is not None and bool((choice == choice[0]).all()):
             found = names.get(line.arguments[1 if choice[0] else 2])
         if found is None:
-            arguments = tuple(names.get(x, x) for x in line.arguments)
             options = tuple((key, names.get(x, x)) for key, x in line.options)
-            lines.append(line._replace(arguments=arguments, options=options))
-            found = line.name
+            given = (names.get(x, x) for x in line.arguments)
+            found = write(line.dtype, line.op, given, options)
         names[line.name] = found
     return replace(program, lines=tuple(lines), result=names[program.result]).without_unused()
 
 
+def blocked(program: Program, count: int) -> Program:
+    """The program of elements 0 to `count` - 1, in which numbers that are the same for blocks of
+    elements, such as their scales, are computed once for each block.
+    """
+    sizes = {name: _block_size(table) for name, table in _tables(program, range(count)).items()}
+    of_bytes, lines = set[Name](), list[Line]()
+    for line in program.lines:
+        sizes.setdefault(line.name, min((sizes[x] for x in line.names), default=count))
+        if line.op == INTEGERS or not of_bytes.isdisjoint(line.names):
+            of_bytes.add(line.name)
+    most = 1 << (count - 1).bit_length() >> 1  # two blocks, where all elements have one number
+    for line in program.lines:
+        size = min(sizes[line.name], most)
+        if line.name not in of_bytes or size < 2:
+            lines.append(line)
+            continue
+        index, whole = Name(f"{line.name}_d"), replace(program, result=line.name)
+        own = specialised(whole, range(0, count, size), f"{line.name}_", index)
+        lines += [Line(index, torch.int32, BLOCKS, (size,)), *own.lines]
+        lines.append(Line(line.name, line.dtype, REPEATED, (own.result, size)))
+    return replace(program, lines=tuple(lines)).without_unused()
+
+
+def _block_size(table: Tensor) -> int:
+    """The largest power of two such that the numbers of all blocks of so many elements are equal;
+    the number of elements if all are.
+    """
+    size, index = 1, torch.arange(len(table))
+    if bool((table == table[0]).all()):
+        return len(table)
+    while torch.equal(table, table[index - index % (2 * size)]):
+        size *= 2
+    return size
+
+
 @memoised(256)
 def shares_bytes(text: str, head_dim: int) -> bool:
-    """Whether the even elements, or the odd ones, have simpler addresses than all elements."""
+    """Whether each two elements share a byte."""
     program = parsed(text)
-    every, even = (specialised(program, range(0, head_dim, step)) for step in (1, 2))
-    return head_dim % 2 == 0 and _scattered_reads(even) < _scattered_reads(every)
-
-
-def _scattered_reads(program: Program) -> int:
-    """How many bytes it reads whose index is neither a number nor d plus a number."""
-    lines = {line.name: line for line in program.lines}
-    lines[Name(ELEMENT)] = Line(Name(ELEMENT), torch.int64, "add.Tensor", (Name(ELEMENT), 0))
-
-    def is_scattered(index: Any) -> bool:
-        line = lines.get(index)
-        if line is None or line.op == CONSTANT:
-            return False
-        return line.op != "add.Tensor" or line.arguments[0] != ELEMENT
-
-    return sum(is_scattered(line.arguments[2]) for line in program.lines if line.op == INTEGERS)
+    tables = _tables(program, range(head_dim))
+    reads = (tables.get(line.arguments[2]) for line in program.lines if line.op == INTEGERS)
+    return head_dim % 2 == 0 and any(x is not None and _block_size(x) == 2 for x in reads)
 
 
 def _tables(program: Program, elements: range) -> dict[Name, Tensor]:
     """The numbers of `elements`, (elements,), of all lines that depend on d alone."""
-    known, names = [], {Name(ELEMENT)}
+    known, names = [], {ELEMENT}
     for line in program.lines:
-        if line.op != INTEGERS and names.issuperset(line.names):
+        is_known = line.op not in (INTEGERS, BLOCKS, REPEATED)
+        if is_known and names.issuperset(line.names):
             known.append(line)
             names.add(line.name)
     d = torch.arange(elements.start, elements.stop, elements.step)

@@ -64,8 +64,9 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 def _unpack_reasons(problem: AttentionProblem) -> list[str]:
     """What the kernels, or those of an older GPU, do not have of a cache format."""
-    for text in filter(None, {problem.options.k_unpack, problem.options.v_unpack}):
-        missing = untranslatable_unpack(text)
+    options = problem.options
+    for text, head_dim in ((options.k_unpack, problem.D), (options.v_unpack, problem.Dv)):
+        missing = untranslatable_unpack(text, head_dim) if text else ""
         if missing:
             return [f"{missing} in a cache_format (on a CPU)"]
         if "float8_e4m3fn" in text and _lacks_float8(problem.capability):

@@ -2,20 +2,17 @@
 
 Pure Python. Where two elements share a byte, one function makes the tile of the even elements and
 that of the odd ones, so that every byte is loaded once and neighbouring threads load neighbouring
-bytes. `cache.load_unpacked` calls it.
+bytes. `cache.load_keys` calls it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 import torch
 
 from ...gpu.score_source import TYPES, Untranslatable, Writer, module_of
 from ...lru import memoised
 from ...score_mod.program import ELEMENT, INTEGERS, Line, Name, Program, parsed
-from ...score_mod.rows import specialised
+from ...score_mod.rows import BLOCKS, blocked, specialised
 
 
 @memoised(256)
@@ -31,10 +28,13 @@ def unpack_source(
     Raises:
         Untranslatable: the kernels do not have an operation or a dtype.
     """
-    parts = (range(first + n, first + head_dim, pair) for n in range(pair))
-    lines, results = _merged(specialised(parsed(text), part) for part in parts)
-    is_padded = padded * pair != head_dim
-    writer = _RowWriter(Program(tuple(lines), results[-1]), is_padded)
+    lines, results = list[Line](), list[Name]()
+    for n in range(pair):
+        elements = range(first + n, first + head_dim, pair)
+        program = blocked(specialised(parsed(text), elements, f"x{n}_"), len(elements))
+        lines += program.lines
+        results.append(program.result)
+    writer = _RowWriter(Program(tuple(lines), results[-1]), head_dim // pair, padded)
     tiles = (writer.tile(x, dtype) for x in results)
     statements = writer.statements()
     return module_of(
@@ -42,32 +42,13 @@ def unpack_source(
     )
 
 
-def untranslatable_unpack(text: str) -> str:
-    """What of a format the kernels do not have; "" if they have all."""
+def untranslatable_unpack(text: str, head_dim: int) -> str:
+    """What the kernels do not have of a format; "" if they have all."""
     try:
-        unpack_source(text, 0, 1, 1, torch.float32, 1)
+        unpack_source(text, 0, head_dim, 1, torch.float32, head_dim)
     except Untranslatable as error:
         return str(error)
     return ""
-
-
-def _merged(programs: Iterable[Program]) -> tuple[list[Line], list[Name]]:
-    """The lines of all programs, each computation once, and the results."""
-    known: dict[Any, Name] = {}
-    lines: list[Line] = []
-    results = []
-    for program in programs:
-        names: dict[Any, Name] = {}
-        for line in program.lines:
-            arguments = tuple(names.get(x, x) for x in line.arguments)
-            options = tuple((key, names.get(x, x)) for key, x in line.options)
-            key = line.dtype, line.op, *map(repr, (arguments, options))
-            if key not in known:
-                known[key] = Name(f"t{len(lines)}")
-                lines.append(Line(known[key], line.dtype, line.op, arguments, options))
-            names[line.name] = known[key]
-        results.append(names[program.result])
-    return lines, results
 
 
 class _RowWriter(Writer):
@@ -75,17 +56,24 @@ class _RowWriter(Writer):
 
     NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
-    def __init__(self, program: Program, is_padded: bool) -> None:
+    def __init__(self, program: Program, count: int, padded: int) -> None:
         missing = [line.dtype for line in program.lines if line.dtype not in TYPES]
         if missing:
             raise Untranslatable(str(missing[0]))
         super().__init__(program, is_branching=False)
-        self._is_padded = is_padded
+        self._count, self._padded = count, padded
+        self._inside = {ELEMENT: "inside"}  # the mask of what depends on an index of elements
+        for line in program.lines:
+            masks = [self._inside[x] for x in line.names if x in self._inside]
+            if line.op == BLOCKS:
+                self._inside[line.name] = f"{line.name} * {line.arguments[0]} < {count}"
+            elif masks:
+                self._inside[line.name] = masks[0]
 
     def tile(self, name: Name, dtype: torch.dtype) -> str:
         """A result in `dtype`; 0 in the padding of the row, where q has zeros, too."""
         x = self._as(name, torch.float32)
-        found = f"tl.where(inside, {x}, 0.0)" if self._is_padded else x
+        found = f"tl.where(inside, {x}, 0.0)" if self._padded > self._count else x
         return f"({found}).to({TYPES[dtype]})"
 
     def _read(self, line: Line) -> list[str]:
@@ -94,9 +82,20 @@ class _RowWriter(Writer):
         if not isinstance(number, Name):
             read = f"tl.load({INTEGERS}_ptr + {number % size})"
         else:
-            mask = ", mask=inside, other=0" if self._is_padded else ""
+            is_masked = self._padded > self._count
+            mask = f", mask={self._inside[number]}, other=0" if is_masked else ""
             read = f"tl.load({INTEGERS}_ptr + {self._as(number, torch.int32)}{mask})"
         return [f"{line.name} = {read}"]
+
+    def _blocks_(self, line: Line) -> str:
+        return f"tl.arange(0, {self._padded // line.arguments[0]})[None, :]"
+
+    def _repeated_(self, line: Line) -> str:
+        x, size = line.arguments
+        # (BLOCK, blocks) -> (BLOCK, blocks, size) -> (BLOCK, padded)
+        shape = f"{x}.shape[0], {self._padded // size}"
+        wide = f"tl.broadcast_to({x}[:, :, None], [{shape}, {size}])"
+        return f"tl.reshape({wide}, [{x}.shape[0], {self._padded}])"
 
     def _view_(self, line: Line) -> str:
         """The bits of a number as another dtype of the same size."""

@@ -31,18 +31,19 @@ def _token_coordinates(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> tupl
     return sequence, tokens - cu_seqlens.long()[sequence]
 
 
-def _positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) -> Tensor:
+def positions(x: Tensor, base: Tensor, cu_seqlens: Tensor | None, own: bool) -> Tensor:
     """Rotary position of every token: its sequence's `base`, plus its own index if `own`."""
     sequence, index = _token_coordinates(x, cu_seqlens, base.shape[0])
     start = base.long()[sequence.clamp(max=base.shape[0] - 1)]
     return start + index if own else start
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, interleaved: bool) -> Tensor:
+    """The tokens of `x` at the positions `at`, in the dtype of `x`."""
     tokens = x.reshape(-1, 1, *x.shape[-2:])  # each token is a sequence with its own offset
     if x.dtype in FLOAT8:
         tokens = tokens.float()
-    rotated = rotary.rotate(tokens, rotary.Angles(cos, sin, positions, None), interleaved)
+    rotated = rotary.rotate(tokens, rotary.Angles(cos, sin, at, None), interleaved)
     return _rounded(rotated, x.dtype).reshape(x.shape)
 
 
@@ -166,24 +167,8 @@ def rotate_and_append(
     Returns:
         The rotated queries, and the result of `append`.
     """
-    starts = cu_seqlens_q, cu_seqlens_k_new
-    q, k = rotated(q, k, cos, sin, base, *starts, interleaved, own_positions)
+    k = rotate(k, cos, sin, positions(k, base, cu_seqlens_k_new, own=True), interleaved)
     where = (cu_seqlens_k_new, page_table, cache_batch_idx, k_descale, v_descale)
-    return q, append(k_cache, v_cache, k, v, lengths, *where)
-
-
-def rotated(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    base: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k_new: Tensor | None,
-    interleaved: bool,
-    own_positions: bool,
-) -> tuple[Tensor, Tensor]:
-    """The queries and the new keys, rotated as in `rotate_and_append`."""
-    k = _rotate(k, cos, sin, _positions(k, base, cu_seqlens_k_new, own=True), interleaved)
-    q = _rotate(q, cos, sin, _positions(q, base, cu_seqlens_q, own_positions), interleaved)
-    return q, k
+    used = append(k_cache, v_cache, k, v, lengths, *where)
+    rotated = rotate(q, cos, sin, positions(q, base, cu_seqlens_q, own_positions), interleaved)
+    return rotated, used
