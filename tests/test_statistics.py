@@ -131,6 +131,42 @@ def test_rows_and_keys_that_see_nothing() -> None:
     assert found.column_sum.shape == (B, Hq, 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("names", [ALL, ("column_sum",)], ids=["all", "columns"])
+def test_on_a_gpu(dtype, names) -> None:
+    """Triton's forward, and the backward of any backend, against the CPU in float64."""
+    found = {}
+    for device, size in (("cuda", dtype), ("cpu", torch.float64)):
+        leaves = [x.to(dtype).to(device, size).requires_grad_() for x in inputs()]
+        out, lse, stats = attention(*leaves, causal=True, return_lse=True, return_stats=names)
+        total = out.double().square().sum() + lse.double().sum()
+        if stats.entropy is not None:
+            total = total + stats.entropy.double().square().sum()
+        gradients = torch.autograd.grad(total, leaves)
+        found[device] = [x.double().cpu() for x in (out, *gradients)], stats
+    for x, want in zip(found["cuda"][0], found["cpu"][0], strict=True):
+        near = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(x, want, rtol=near, atol=near * want.abs().max().item())
+    for x, want in zip(found["cuda"][1], found["cpu"][1], strict=True):
+        assert (x is None) == (want is None)
+        if x is not None:  # sums are exact in float32
+            torch.testing.assert_close(x.double().cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs())
+    attention(q, k, v, causal=True, return_stats=ALL)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, found = attention(q, k, v, causal=True, return_stats=ALL)
+    q.mul_(0.5)
+    graph.replay()
+    assert_same(found, attention(q, k, v, causal=True, return_stats=ALL)[1])
+
+
 def test_compiled() -> None:
     q, k, v = inputs("q", "k")
 

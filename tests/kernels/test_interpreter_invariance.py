@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile.invariance_check import check_bits, check_gradient_bits
 from flashtile.lru import clear_caches
 from flashtile.problem import Appending, AttentionProblem, NewTokens, Operands, Options
 from flashtile.testing import cu_seqlens, generator, normal
@@ -136,6 +137,8 @@ def test_gradients_of_packed_queries(mask: str, part_keys: int, seed: int) -> No
     assert torch.equal(l[:, 5:], lse[0, :, first:])
     d = torch.cat((dout[0, :5], dout[0, first:]))
     got = backend.backward(problem, packed, o, l, d, None)
+    check_bits(backend.forward, problem, packed, o, l)
+    check_gradient_bits(backend.backward, problem, (*packed, o, l, d, None), got)
     assert torch.equal(got.dq[5:], wanted.dq[0, first:])
     assert torch.equal(got.dk[9 + first :], wanted.dk[0, first:])
     assert torch.equal(got.dv[9 + first :], wanted.dv[0, first:])
