@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .call import checks
-from .ops.merge.op import merge_parts
+from .ops.merge import merge_parts
 
 
 @overload

@@ -74,10 +74,10 @@ LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 # Inside one backend, from top to bottom; any other file of a backend is one of its kernels.
 STAGES = {"": 0, "derivatives": 0, "statistics": 0, "launch": 1, "kernel": 2, "plan": 3}
 
-# The files of one op: it chooses between its kernel and its formula, which do not import each
-# other. Other files, such as a matrix that both need, are below. An op may use another op, a kernel
-# another op's kernel, and a formula another op's formula.
-OP_STAGES = {"op": 0, "kernel": 1, "formula": 1}
+# The files of one op: the `__init__` of its folder chooses between its kernel and its formula, and
+# those two do not import each other. Other files, such as a matrix that both need, are below. An op
+# may use another op, a kernel another op's kernel, and a formula another op's formula.
+OP_STAGES = {"": 0, "kernel": 1, "formula": 1}
 # Files of ops/ and gpu/ that may import Triton.
 HAS_TRITON = (
     "kernel",
@@ -181,11 +181,11 @@ def complaint(importer: Module, imported: Module, package: Path) -> str | None:
 
 def op_complaint(importer: Module, imported: Module) -> str | None:
     """Why a file of an op may not import one of an op."""
-    ours, theirs = importer[-1], imported[-1]
+    ours, theirs = (module[2] if len(module) > 2 else "" for module in (importer, imported))
     above, below = OP_STAGES.get(ours, 2), OP_STAGES.get(theirs, 2)
     if above < below or ours == theirs or above == below == 2:
         return None
-    return f"{ours!r} of an op imports {theirs!r}"
+    return f"{ours!r} of an op imports {theirs or '__init__'!r}"
 
 
 def backend_of(module: Module, package: Path) -> str | None:
@@ -318,9 +318,9 @@ def test_every_unit_in_the_table_exists():
         ("call/prepare.py", "from ..backends import BACKENDS", "imports from 'backends'"),
         ("distributed/executor.py", "from .. import backends", "imports from 'backends'"),
         ("ops/rotate/kernel.py", "from .formula import x", "'kernel' of an op imports 'formula'"),
-        ("ops/rotate/formula.py", "from .op import x", "'formula' of an op imports 'op'"),
+        ("ops/rotate/formula.py", "from . import x", "'formula' of an op imports '__init__'"),
         ("ops/rotate/formula.py", "from ..merge.kernel import x", "imports 'kernel'"),
-        ("ops/rotate/op.py", "import triton", "not a dependency"),
+        ("ops/rotate/__init__.py", "import triton", "not a dependency"),
         ("api.py", "from .testing import reference", "is not below"),
         ("__init__.py", "from . import testing", "is not below"),
         ("api.py", "if TYPE_CHECKING:\n    from . import testing", "is not below"),
@@ -337,10 +337,10 @@ def test_the_check_catches_a_planted_violation(tmp_path, name, text, why):
     units = ("__init__", "api", "call/dispatch", "call/prepare", "problem", "masks")
     files = {f"{unit}.py": "" for unit in units}
     files |= {"testing/reference.py": "", "integrations/sdpa.py": ""}
-    files |= {"ops/rotate/op.py": "from . import kernel\nfrom ..merge import op"}
+    files |= {"ops/rotate/__init__.py": "from . import kernel\nfrom .. import merge"}
     files |= {"ops/rotate/kernel.py": "import triton\nfrom ..merge.kernel import x"}
     files |= {"ops/rotate/formula.py": "from .matrix import x\nfrom ..merge.formula import x"}
-    files |= {f"ops/merge/{name}.py": "" for name in ("formula", "kernel", "op")}
+    files |= {f"ops/merge/{name}.py": "" for name in ("formula", "kernel", "__init__")}
     files |= {"ops/rotate/matrix.py": "", "cli/tune.py": "from ..backends.triton import plan"}
     files |= {"backends/triton/plan.py": "", "backends/cpu/plan.py": ""}
     files |= {"backends/gradients.py": "from ..problem import X", "backends/__init__.py": ""}

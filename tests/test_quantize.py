@@ -21,7 +21,7 @@ from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.layers.rotary import apply_rotary_emb
-from flashtile.ops.quantize import op
+from flashtile.ops import quantize as op
 from flashtile.ops.quantize.formula import Recipe, Rows, power_of_two
 from flashtile.problem import AttentionProblem
 from flashtile.quantize import Quantized, attention_fp8, quantize_qkv, rotation

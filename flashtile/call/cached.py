@@ -14,8 +14,9 @@ from ..cache_formats import CacheFormat
 from ..gpu.described import current_target
 from ..invariance_check import checks_everything
 from ..operators import ops
-from ..ops.append import formula, op
-from ..ops.gather.op import gather_pages
+from ..ops import append
+from ..ops.append import formula
+from ..ops.gather import gather_pages
 from ..problem import FLOAT8, AttentionProblem, Operands
 from . import checks, dispatch
 from .fold_qv import with_folded_qv
@@ -80,7 +81,7 @@ def _attend(forward: PreparedForward, operands: Operands, layout: Cached) -> tup
     if cos is not None:
         base = operands.seqused_k if layout.rotary_seqlens is None else layout.rotary_seqlens
     results = forward.run((*operands, layout.k_new, layout.v_new, cos, sin, base))
-    op.record_write(operands.k, operands.v)
+    append.record_write(operands.k, operands.v)
     return results[0], results[1]
 
 
@@ -133,7 +134,7 @@ def rotate_and_append(call: Prepared) -> Operands:
         append_only = ops.kvcache_append
         append_rotated = ops.kvcache_rotate_append
     elif k_cache.is_cuda or current_target.gpu is not None:
-        append_only, append_rotated = op.append_on_gpu, op.rotate_and_append_on_gpu
+        append_only, append_rotated = append.append_on_gpu, append.rotate_and_append_on_gpu
     else:
         append_only, append_rotated = formula.append, formula.rotate_and_append
     cos, sin = layout.rotary_cos, layout.rotary_sin

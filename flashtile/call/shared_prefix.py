@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Spans
-from ..ops.merge.op import merge_parts
+from ..ops.merge import merge_parts
 from ..problem import Operands, Options
 from . import cached, checks
 from .layouts import Cached

@@ -24,9 +24,9 @@ from ..call.options import SCORE_NUMBERS, unexpected_keywords
 from ..call.prepare import describe
 from ..lru import Memo
 from ..masks import Chunk, Span, Window
+from ..ops import append as append_op
+from ..ops import merge as merge_op
 from ..ops.append import formula as append_formula
-from ..ops.append import op as append_op
-from ..ops.merge import op as merge_op
 from ..problem import FLOAT8, NO_RUN, AttentionProblem, Operands, Options
 from .arguments import Qkv, call_signature, missing, shapes
 from .collectives import Communicator, VerifiedCalls, connect, verify_across_ranks

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ..autocast import without_autocast
 from ..call import checks
+from ..ops.rotary import rotate, rotate_in_place
 from ..ops.rotary.formula import Angles
-from ..ops.rotary.op import rotate, rotate_in_place
 
 __all__ = [
     "RotaryEmbedding",

@@ -11,8 +11,8 @@ from typing_extensions import Never
 from ..call import checks
 from ..call.layouts import Packed
 from ..call.options import unexpected_keywords
+from ..ops.quantize import Rotary, quantize
 from ..ops.quantize.formula import Quantized, Recipe, Rows
-from ..ops.quantize.op import Rotary, quantize
 
 SCALES = ("tensor", "head", "block")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

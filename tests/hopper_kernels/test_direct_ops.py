@@ -22,9 +22,9 @@ from flashtile.gpu import launch_cache
 from flashtile.ops.append import kernel as append
 from flashtile.ops.gather import kernel as gather
 from flashtile.ops.merge import kernel as merge
+from flashtile.ops.quantize import Rotary, quantize_on_gpu
 from flashtile.ops.quantize import kernel as quantize
 from flashtile.ops.quantize.formula import Recipe
-from flashtile.ops.quantize.op import Rotary, quantize_on_gpu
 from flashtile.ops.rotary import kernel as rotary
 from flashtile.quantize.tensors import rows_of
 from flashtile.testing import cu_seqlens, generator, normal, packed_qkv, qkv, rotary_tables

@@ -16,9 +16,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from compiled_kernels import DEVICES, report
 
 from flashtile.gpu.launch import Launch
+from flashtile.ops.quantize import Given, Rotary, config_of, tensors_of
 from flashtile.ops.quantize import kernel as quantize
 from flashtile.ops.quantize.formula import Recipe, Rows, keys_adjacent_like
-from flashtile.ops.quantize.op import Given, Rotary, config_of, tensors_of
 
 from .spills import ALLOWED_IN_QUANTIZING
 

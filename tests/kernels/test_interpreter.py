@@ -133,7 +133,7 @@ def test_probabilities(name: str, seed: int):
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "rows", "pages"])
 def test_append(layout: str):
-    import flashtile.ops.append.op  # noqa: F401  (defines the op)
+    import flashtile.ops.append  # noqa: F401  (defines the op)
     from flashtile.ops.append.kernel import append
 
     torch.manual_seed(0)

@@ -16,12 +16,12 @@ import torch
 from configurations import one_kind_each
 from torch import Tensor
 
-import flashtile.ops.gather.op  # noqa: F401  (defines the op)
+import flashtile.ops.gather  # noqa: F401  (defines the op)
 from flashtile.combine import flash_attn_combine
 from flashtile.gpu import hardware
 from flashtile.layers import rotary
-from flashtile.ops.append import op as append_op
-from flashtile.ops.rotary import op as rotary_op
+from flashtile.ops import append as append_op
+from flashtile.ops import rotary as rotary_op
 from flashtile.problem import AttentionProblem
 from flashtile.testing import (
     assert_close,

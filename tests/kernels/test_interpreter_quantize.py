@@ -19,8 +19,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 
 from flashtile.call.layouts import Packed
+from flashtile.ops.quantize import Rotary, quantize_on_gpu
 from flashtile.ops.quantize.formula import Quantized, Recipe
-from flashtile.ops.quantize.op import Rotary, quantize_on_gpu
 from flashtile.quantize.tensors import quantized, rows_of
 from flashtile.testing import cu_seqlens, generator, packed_qkv, qkv, rotary_tables, strided
 

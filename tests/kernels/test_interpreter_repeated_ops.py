@@ -24,8 +24,8 @@ from flashtile.gpu import launch_cache
 from flashtile.gpu.launch import Launch
 from flashtile.ops.gather.kernel import gather_pages
 from flashtile.ops.merge.kernel import merge_parts
+from flashtile.ops.quantize import Rotary, quantize_on_gpu
 from flashtile.ops.quantize.formula import Recipe
-from flashtile.ops.quantize.op import Rotary, quantize_on_gpu
 from flashtile.ops.rotary.kernel import rotate
 from flashtile.quantize.tensors import rows_of
 from flashtile.testing import cu_seqlens, generator, normal, packed_qkv, qkv, rotary_tables

@@ -23,7 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
 pytest.importorskip("triton", reason="the package triton is not installed")
 
-import flashtile.ops.append.op  # noqa: F401  (defines the ops)
+import flashtile.ops.append  # noqa: F401  (defines the ops)
 from flashtile.backends import triton as backend
 from flashtile.backends.triton import plan
 from flashtile.gpu import launch_cache
