@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .autocast import autocast_off, is_any_autocast_on
 from .backend_interface import Gradients, PreparedForward, Run, Tensors
 from .gpu.described import followed_by
 from .invariance_check import check_bits, check_gradient_bits, checks_everything
-from .operators import library, ops, register_fake, register_flops_when_counting
+from .operators import library, ops, register_fake, register_flops_when_counting, schema_of
 from .problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -35,20 +35,7 @@ from .problem import (
     presence_of,
 )
 
-TENSORS = ", ".join(
-    f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" for name in Operands._fields
-)
-_SCHEMA_TYPES: dict[Any, str] = {
-    int: "SymInt",
-    int | None: "SymInt?",
-    float: "float",
-    bool: "bool",
-    bool | None: "bool?",
-    str: "str",
-}
-NUMBERS = ", ".join(
-    f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items()
-)
+TENSORS, NUMBERS = schema_of(Operands), schema_of(Options)
 INPUTS = len(Operands._fields)
 _BIAS = Operands._fields.index("bias")
 _MOVED = DIFFERENTIABLE + 2  # the inputs of `TangentFunction` before the operands

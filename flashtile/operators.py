@@ -12,9 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from torch import Tensor
 from torch.library import Library
 
 
@@ -30,6 +31,28 @@ def _new_library() -> Library:
 
 library = _new_library()
 ops = getattr(torch.ops, library.ns)
+
+
+# The types that an operator's arguments have in its schema.
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    int | None: "SymInt?",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    bool | None: "bool?",
+    str: "str",
+    torch.dtype | None: "ScalarType?",
+}
+
+
+def schema_of(fields: type) -> str:
+    """The arguments of an operator that takes the fields of a NamedTuple one after the other."""
+    return ", ".join(
+        f"{SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items()
+    )
 
 
 def register_fake(name: str, function: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ repeats the exchange of heads, but not the attention.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..call import checks
 from ..call.prepare import with_score_mod
 from ..dropout import draw_rng_state
 from ..masks import BlockMask, Spans
-from ..operators import library, ops, register_fake
+from ..operators import library, ops, register_fake, schema_of
 from ..problem import lse_dtype
 from ..score_mod import Described
 from .arguments import OPTIONS, refuse_unknown
@@ -75,24 +75,7 @@ _COUNT = len(_Tensors._fields)
 # Options that are tensors or scalars of the ops by themselves.
 _TENSOR_NAMES = [name for name in _Tensors._fields if name in OPTIONS]
 _SCALAR_NAMES = [name for name in _Scalars._fields if name in OPTIONS and name != "score_mod"]
-_SCHEMA: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    int | None: "SymInt?",
-    float: "float",
-    float | None: "float?",
-    bool: "bool",
-    str: "str",
-}
-
-
-def _schema(fields: type) -> str:
-    """The arguments of an op, from its fields."""
-    return ", ".join(f"{_SCHEMA[kind]} {name}" for name, kind in get_type_hints(fields).items())
-
-
-_TENSOR_SCHEMA, _SCALAR_SCHEMA = _schema(_Tensors), _schema(_Scalars)
+_TENSOR_SCHEMA, _SCALAR_SCHEMA = schema_of(_Tensors), schema_of(_Scalars)
 # A CUDA graph would repeat the exchanges of the documents that it was recorded with.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 library.define(

@@ -16,17 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KINDS = {
-    "Tensor": "Tensor",
-    "Tensor | None": "Tensor?",
-    "int": "SymInt",
-    "int | None": "SymInt?",
-    "float": "float",
-    "float | None": "float?",
-    "bool": "bool",
-    "bool | None": "bool?",
-    "torch.dtype | None": "ScalarType?",
-}
+from ..operators import SCHEMA_TYPES
+
 _WRITTEN = ("dq", "dk", "dv", "out", "out_")
 _FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 
@@ -94,9 +85,9 @@ def register(namespace: str) -> torch.library.Library | None:
 
 def _schema(operator: str, function: Callable[..., Any], returned: str) -> str:
     arguments = []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
-            kind, default = _KINDS[str(parameter.annotation)], parameter.default
+            kind, default = SCHEMA_TYPES[parameter.annotation], parameter.default
             if name in _WRITTEN and kind == "Tensor?":
                 kind = f"Tensor({name}!)?"
             shown = "" if default is parameter.empty else f"={default}"
