@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call import attn_mask
-from flashtile.call.attn_mask import block_mask
+from flashtile.call import converted_masks
+from flashtile.call.converted_masks import block_mask
 from flashtile.testing import attention_reference, generator, normal, qkv
 
 
@@ -81,7 +81,7 @@ def test_explain_sees_the_masks(call, monkeypatch):
         assert (problem.block_tile, problem.has_bias) == (None, True)  # a single tile
         for tile in ((8, 16), (16, 8)):
             with monkeypatch.context() as patch:
-                patch.setattr(attn_mask, "CPU_TILE", tile)
+                patch.setattr(converted_masks, "CPU_TILE", tile)
                 problem = flashtile.explain(**call, **masks).problem
             assert (problem.block_tile, problem.has_bias) == ((min(tile[0], 16), tile[1]), False)
     problem = flashtile.explain(**call, attn_mask=MATRIX.float().requires_grad_()).problem

@@ -48,7 +48,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("call.shared_prefix",),
     ("call.cached", "call.explain"),
     ("call.prepare",),
-    ("call.options", "call.attn_mask", "call.key_lists", "call.packing"),
+    ("call.options", "call.converted_masks", "call.packing"),
     ("bert_padding", "layers"),
     ("call.checks", "call.memo", "call.fold_qv"),
     ("call.dispatch",),

@@ -30,10 +30,9 @@ from ..problem import (
 )
 from ..score_mod import derivative, described, windowed
 from . import checks, dispatch, memo
-from .attn_mask import with_masks
+from .converted_masks import with_key_lists, with_masks
 from .dispatch import Checked, decide
 from .fold_qv import with_folded_qv, with_placeholders
-from .key_lists import with_key_lists
 from .layouts import Cached, Dense, Layout, Packed
 from .memo import QKV, Keywords
 from .options import NUMBERS, TENSORS

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_autocast
 from ..autograd import is_transformed
 from ..call import checks
-from ..call.attn_mask import as_bias
+from ..call.converted_masks import as_bias
 from ..call.layouts import Packed
 from ..call.options import AttentionOptions, VarlenOptions, unexpected_keywords
 from ..call.prepare import CAPTURED, describe, with_score_mod

@@ -31,7 +31,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..api import attention
 from ..call import checks
-from ..call.attn_mask import options_of
+from ..call.converted_masks import options_of
 from . import nested
 
 __all__ = ["Installation", "install", "scaled_dot_product_attention", "uninstall"]

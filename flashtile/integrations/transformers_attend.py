@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_varlen, attention_with_kvcache
-from ..call.attn_mask import additive, options_of
+from ..call.converted_masks import additive, options_of
 from ..call.dispatch import MOST_NEW_TOKENS
 from ..masks import Folded, Spans
 from .transformers_masks import (

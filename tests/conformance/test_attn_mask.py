@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.call import attn_mask
+from flashtile.call import converted_masks
 from flashtile.testing import attention_reference, generator, normal
 
 from .harness import Sizes, compare, dropout_keep, resolve, split_options
@@ -20,7 +20,7 @@ def several_tiles(request, backend, monkeypatch):
     if request.param:
         if backend != "cpu":
             pytest.skip("only a CPU's tiles are larger than the masks here")
-        monkeypatch.setattr(attn_mask, "CPU_TILE", (16, 16))
+        monkeypatch.setattr(converted_masks, "CPU_TILE", (16, 16))
 
 
 SIZES = Sizes(B=3, M=19, N=27, Hq=4, Hk=2, D=16, Dv=12)

@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
-from flashtile.call.attn_mask import additive
+from flashtile.call.converted_masks import additive
 from flashtile.masks import BlockMask, Spans
 from flashtile.testing import alibi_slopes, generator, normal
 
