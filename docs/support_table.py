@@ -94,6 +94,7 @@ ROWS: dict[str, dict[str, object]] = {
     "bias with gradient": {"has_bias": True, "bias_needs_grad": True},
     "sink with gradient": {"has_sink": True},
     "block masks, FlexAttention's too": {"block_tile": (128, 128)},
+    "lists of keys of each query": {"has_key_index": True},
     "masks as spans": {"spans": 2},
     "score functions": options(score_mod="return s"),
     "score functions with gradients of what they capture": options(

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from . import autograd, statistics
 from .call import checks, dispatch, shared_prefix
 from .call.cached import append_and_attend, append_and_measure
-from .call.converted_masks import packed_lists
+from .call.converted_masks import LISTS, packed_lists
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
@@ -94,6 +94,8 @@ def attention(
             their device. An index out of range or twice in a list is an error on a CPU and with
             ``FLASHTILE_CHECK=1``; elsewhere the first lists nothing, the second counts once.
         block_size: (q_block, k_block), queries and keys of a block of `key_blocks`.
+        key_index: (batch, seq_q, kv_heads or 1, top) int32, the same for single keys: those that
+            each query sees.
         mask: `Spans`, one to eight intervals of visible keys for each query, in memory that grows
             with the number of queries.
         score_mod: function (score, b, h, i, j) -> score, as in FlexAttention, of the scaled and
@@ -196,6 +198,8 @@ def attention_varlen(
             start; with `page_table`, its last size is at most the tokens in a row of pages.
         key_blocks: (1, kv_heads or 1, blocks, top) int32 for packed queries: the lists of each
             sequence, whose blocks of queries and keys count from its start, one after the other.
+        key_index: (1, total_q, kv_heads or 1, top) int32 for packed queries; keys count from the
+            start of their sequence.
         seqused_q, seqused_k: (batch,) int32, number of valid tokens of each sequence, counted from
             its start; the others are padding.
         page_table: (batch, pages per sequence) int32, the pages that hold each sequence's keys;
@@ -216,8 +220,8 @@ def attention_varlen(
     qkv, qv, layout, padded = as_packed(q, k, v, options.get("qv"), *lengths, page_table)
     if padded is not None and qv is not None:
         options = {**options, "qv": qv}
-    if padded is not None and options.get("key_blocks") is not None:
-        options = {**options, "key_blocks": packed_lists(options["key_blocks"], q.shape[0])}
+    if padded is not None and LISTS.intersection(options):
+        options = packed_lists(options, q.shape[0])
     mask = options.get("mask")
     if padded is not None and mask is not None:
         checks.spans(mask, q)

@@ -400,7 +400,7 @@ def _check_metadata(given: Any) -> None:
 
 
 _WHY = {
-    "gather_kv_indices": "top-k keys are not supported; pass them as a block_mask to "
+    "gather_kv_indices": "not supported here; pass them as key_index to "
     "flashtile.attention",
     "score_mod": "functions written for CuTe are not supported; flashtile.attention takes a "
     "score_mod written in PyTorch, as FlexAttention does",

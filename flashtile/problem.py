@@ -61,6 +61,9 @@ class Operands(NamedTuple):
     span_starts: Tensor | None = None
     span_stops: Tensor | None = None
     captured_integers: Tensor | None = None  # (n,) int64, what `score_mod` reads
+    # Keys of each query, (B, M, Hk or 1, top) or (1, total_q, Hk or 1, top) int32: the numbers of
+    # runs of `Options.key_run` keys; those outside of the sequence stand for none.
+    key_index: Tensor | None = None
 
     def without_memory(self) -> Operands:
         """Tensors like these that only describe a call."""
@@ -135,6 +138,7 @@ class Options(NamedTuple):
     k_unpack: str = ""
     v_unpack: str = ""
     value_head_dim: int = 0
+    key_run: int = 1  # adjacent keys that an entry of `key_index` stands for
     backend: str = ""
 
     @property
@@ -203,6 +207,7 @@ class AttentionProblem(NamedTuple):
     # Runs of keys begin at multiples of `dropout.BLOCK_KEYS`: dropout finds its blocks whole.
     has_key_blocks: bool = False
     spans: int = 0  # intervals of keys of each query (`Spans`); 0 without such a mask
+    has_key_index: bool = False  # each query has a list of its keys
     relative_distance: int | None = None  # R of `relative_bias`; None without one
     # The result is one part of several: `out` and the gradients keep the dtype of their sums.
     is_partial: bool = False
@@ -219,11 +224,16 @@ class AttentionProblem(NamedTuple):
         return self.options.facts
 
     @property
+    def has_own_mask(self) -> bool:
+        """Whether a mask is data: tiles, spans or lists."""
+        return self.block_tile is not None or self.spans > 0 or self.has_key_index
+
+    @property
     def has_hidden_keys(self) -> bool:
         """Whether a mask may hide a key from every query of its sequence: then what it holds must
         not matter. A bool mask of one query arrives as a bias of -inf.
         """
-        if self.block_tile is not None or self.spans > 0 or (self.has_bias and self.M == 1):
+        if self.has_own_mask or (self.has_bias and self.M == 1):
             return True
         left, right = self.options.window_left, self.options.window_right
         if (left or 0) < 0 or (right or 0) < 0:
@@ -239,7 +249,7 @@ class AttentionProblem(NamedTuple):
         """Whether a query may see none of the keys of its sequence: then what the gradient of its
         output holds must not matter.
         """
-        if self.block_tile is not None or self.spans > 0 or self.has_bias:
+        if self.has_own_mask or self.has_bias:
             return True
         left, right = self.options.window_left, self.options.window_right
         if (left or 0) < 0 or (right or 0) < 0:
@@ -306,6 +316,7 @@ class AttentionProblem(NamedTuple):
             runs=0 if operands.q_runs is None else operands.q_runs.shape[1],
             has_sequences=operands.sequences is not None,
             spans=0 if operands.span_starts is None else operands.span_starts.shape[-1],
+            has_key_index=operands.key_index is not None,
             relative_distance=None
             if operands.relative_bias is None
             else operands.relative_bias.shape[1] // 2,

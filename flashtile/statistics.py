@@ -95,6 +95,8 @@ def refuse_unsupported(problem: AttentionProblem) -> None:
         )
     if problem.options.k_unpack:
         raise NotImplementedError("return_stats: got a cache_format, want a cache of numbers")
+    if problem.has_key_index and problem.device_type != "cpu":
+        raise NotImplementedError("return_stats: got lists of keys on a GPU, want them on a CPU")
     if problem.options.batch_invariant:
         raise NotImplementedError(
             "return_stats: got batch_invariant=True, whose promise statistics do not keep"

@@ -58,6 +58,22 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: a tile of keys takes the queries of the other runs in it",
+        "listed_key_gradient_kernel",
+        "(keys // RUN == run) & inside",
+        "inside",
+        "tests/kernels/test_interpreter_listed.py -k 'keys and float32'",
+        interpreted=True,
+    ),
+    Planted(
+        "triton: lists of packed queries are those of the first sequence",
+        "queries_of_runs",
+        "(sequence * heads +",
+        "(0 * sequence +",
+        "tests/kernels/test_interpreter_listed.py -k packed",
+        interpreted=True,
+    ),
+    Planted(
         "triton: the weighted exponents do not follow a new maximum",
         "statistics_of",
         "(weighted + row_sum * tl.maximum(drop, NO_WEIGHT))",

@@ -1,4 +1,4 @@
-"""Lists of blocks of keys that each block of queries sees, against dense masks."""
+"""Lists of keys, or of blocks of keys, that queries or blocks of them see, against dense masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
-from flashtile import BlockMask
+from flashtile import BlockMask, Spans
 from flashtile.testing import (
     attention_reference,
     attention_varlen_reference,
@@ -26,7 +26,8 @@ from flashtile.testing import (
 )
 
 DRAWS = int(os.environ.get("FLASHTILE_DRAWS", "50"))
-BLOCK_SIZES = ((8, 8), (1, 4), (16, 5), (3, 7), (64, 64), (2, 1))
+# (1, 1): as `key_index`.
+BLOCK_SIZES = ((8, 8), (1, 4), (16, 5), (3, 7), (64, 64), (2, 1), (1, 1), (1, 16))
 OTHERS = (
     {},
     {"causal": True},
@@ -71,7 +72,6 @@ class Call:
         self.s = s = Sizes(B=B, M=M, N=N, Hq=Hq, Hk=Hk, D=d.choice((8, 16, 40)))
         block_size = d.choice(BLOCK_SIZES)
         rows, columns = -(-M // block_size[0]), -(-N // block_size[1])
-        self.options: dict[str, Any] = {"block_size": block_size}
         self.shared = dict(d.choice(OTHERS))
         for name in d.sample(("sink", "bias", "alibi", "score function"), 2):
             if d.random() < 0.25:
@@ -86,7 +86,9 @@ class Call:
         if self.is_packed:
             counts = [-(-length // block_size[0]) for length in self.lengths_q]
             lists = torch.cat([x[:, :n] for x, n in zip(lists, counts, strict=True)], 1)[None]
-        self.options["key_blocks"] = lists
+        self.options: dict[str, Any] = {"key_blocks": lists, "block_size": block_size}
+        if block_size == (1, 1):
+            self.options = {"key_index": lists.transpose(1, 2)}
         M, N = (sum(self.lengths_q), sum(self.lengths_k)) if self.is_packed else (M, N)
         lead = () if self.is_packed else (B,)
         sizes = {"q": (M, Hq), "k": (N, Hk), "v": (N, Hk)}
@@ -141,6 +143,33 @@ def as_mask(lists: Tensor) -> BlockMask:
     return BlockMask.from_tiles(kinds, (8, 4))
 
 
+def small_index(seed: int, heads: int = 2, top: int = 5) -> Tensor:
+    d = random.Random(seed)
+    listed = [d.sample(range(27), top) for _ in range(2 * 19 * heads)]
+    return torch.tensor(listed, dtype=torch.int32).view(2, 19, heads, top)
+
+
+def index_as_mask(index: Tensor) -> BlockMask:
+    kinds = as_kinds(index.transpose(1, 2), 27)
+    return BlockMask.from_tiles(kinds.repeat_interleave(SMALL.Hq // index.shape[2], 1), (1, 1))
+
+
+def test_keys_of_a_cache_and_of_padded_queries(seed: int):
+    call, index = {n: x.double() for n, x in small_call(seed).items()}, small_index(seed)
+    used = {"seqused_q": torch.tensor([19, 3]).int(), "seqused_k": torch.tensor([5, 27]).int()}
+    mask = index_as_mask(index)
+    got = flashtile.attention_varlen(**call, **used, key_index=index, causal=True)
+    torch.testing.assert_close(
+        got, flashtile.attention(**call, **used, block_mask=mask, causal=True)
+    )
+    caches = call["q"], call["k"], call["v"]
+    lengths = {"cache_seqlens": torch.tensor([27, 20]).int()}
+    got = flashtile.attention_with_kvcache(*caches, **lengths, key_index=index)
+    torch.testing.assert_close(
+        got, flashtile.attention_with_kvcache(*caches, **lengths, block_mask=mask)
+    )
+
+
 def test_of_a_cache(seed: int):
     call, lists, lengths = small_call(seed), small_lists(seed), torch.tensor([27, 20]).int()
     given = call["q"], call["k"], call["v"]
@@ -169,6 +198,10 @@ def test_unchecked_values_are_defined(seed: int, monkeypatch: pytest.MonkeyPatch
     far = torch.tensor([-5, 7, 2**31 - 1, -(2**31)]).int().expand(2, 2, 3, 4)
     got = flashtile.attention(**call, key_blocks=torch.cat((lists, far, lists), -1), **BLOCKS)
     assert torch.equal(got, flashtile.attention(**call, key_blocks=lists, **BLOCKS))
+    index = small_index(seed)
+    far = torch.tensor([-5, 27, 2**31 - 1, -(2**31)]).int().expand(2, 19, 2, 4)
+    got = flashtile.attention(**call, key_index=torch.cat((index, far, index), -1))
+    assert torch.equal(got, flashtile.attention(**call, key_index=index))
     starts = {"cu_seqlens_q": cu_seqlens([19, 19]), "cu_seqlens_k": cu_seqlens([27, 27])}
     packed = {n: x.flatten(0, 1) for n, x in call.items()}
     few = torch.cat((*lists[:, :, :2].unbind(0),), 1)[None]  # 4 of 6
@@ -176,6 +209,7 @@ def test_unchecked_values_are_defined(seed: int, monkeypatch: pytest.MonkeyPatch
     assert got[19 + 8 :].eq(0).all() and got[: 19 + 8].ne(0).all()
 
 
+EMPTY = Spans(*(torch.zeros(1, 1, 19, 1, dtype=torch.int32) for _ in range(2)))
 BAD = {
     "out of range": ("key_blocks", {"key_blocks": small_lists(0) + 5}),
     "below -1": ("key_blocks", {"key_blocks": small_lists(0) - 2}),
@@ -190,6 +224,16 @@ BAD = {
     "an empty block": ("block_size", {"block_size": (8, 0)}),
     "no lists": ("key_blocks", {"key_blocks": None}),
     "a block mask": ("block_mask", {"block_mask": as_mask(small_lists(0))}),
+    "both": ("key_index", {"key_index": small_index(0)}),
+}
+BAD_INDEX = {
+    "out of range": small_index(0) + 23,
+    "below -1": small_index(0) - 2,
+    "twice": torch.ones(2, 19, 2, 2).int(),
+    "int64": small_index(0).long(),
+    "query heads": small_index(0).repeat_interleave(2, 2),
+    "too few lists": small_index(0)[:, :18],
+    "heads first": small_index(0).transpose(1, 2),
 }
 
 
@@ -199,6 +243,13 @@ def test_bad_lists(case: str):
     out = torch.full((2, 19, 4, 16), torch.nan)
     call = small_call(0) | {"key_blocks": small_lists(0), **BLOCKS, "out": out} | change
     refuse(flashtile.attention, call, argument, [out])
+
+
+@pytest.mark.parametrize("case", BAD_INDEX)
+def test_bad_lists_of_keys(case: str):
+    out = torch.full((2, 19, 4, 16), torch.nan)
+    call = small_call(0) | {"key_index": BAD_INDEX[case], "out": out}
+    refuse(flashtile.attention, call, "key_index", [out])
 
 
 def test_bad_lists_of_packed_queries():
@@ -221,24 +272,25 @@ def test_repeated_calls_take_the_lists_of_their_own(seed: int):
 
 # The harness differentiates a graph several times.
 @torch._functorch.config.patch(donated_buffer=False)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool, seed: int):
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 1])
+def test_compiled(rows: int, seed: int):
     """In one graph, selection included: no value is read."""
 
     def selected(q: Tensor, k: Tensor) -> Tensor:
-        means = [x.unflatten(1, (-1, 8)).mean(2) for x in (q[:, :, ::2], k)]  # two heads a key head
-        scores = torch.einsum("bmhd,bnhd->bhmn", *means)
+        q = q[:, :, ::2].unflatten(1, (-1, rows)).mean(2)  # two heads a key head
+        scores = torch.einsum("bmhd,bnhd->bhmn", q, k.unflatten(1, (-1, 8)).mean(2))
         return scores.topk(2, -1).indices.int()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        given = {"key_blocks": selected(q, k), "block_size": (8, 8), "causal": True}
+        given = {"key_blocks": selected(q, k), "block_size": (rows, 8), "causal": True}
         return flashtile.attention(q, k, v, **given, return_lse=True)
 
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
     for M in (24, 40):
         g, s = generator(seed), Sizes(M=M, N=M)
         leaves = {n: normal(g, 2, M, h, 16) for n, h in (("q", 4), ("k", 2), ("v", 2))}
-        dense = seen(selected(leaves["q"], leaves["k"]), (8, 8), s)
+        dense = seen(selected(leaves["q"], leaves["k"]), (rows, 8), s)
         compare(
             lambda x: compiled(**x),
             lambda x, dense=dense, **how: attention_reference(
@@ -254,6 +306,8 @@ def test_fake_tensors():
         q, k = torch.empty(2, 19, 4, 16), torch.empty(2, 27, 2, 16)
         lists = torch.empty(2, 2, 3, 3, dtype=torch.int32)
         assert flashtile.attention(q, k, k, key_blocks=lists, **BLOCKS).shape == q.shape
+        index = torch.empty(2, 19, 1, 3, dtype=torch.int32)
+        assert flashtile.attention(q, k, k, key_index=index).shape == q.shape
 
 
 def test_statistics_derivatives_and_dropout(seed: int):
@@ -266,6 +320,37 @@ def test_statistics_derivatives_and_dropout(seed: int):
         out, numbers = flashtile.attention(**call, **mask, **stats)
         found.append((out, numbers.entropy, numbers.column_sum))
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_statistics_and_derivatives_of_lists_of_keys(seed: int):
+    call, index = small_call(seed), small_index(seed)
+    call, mask = {n: x.double() for n, x in call.items()}, index_as_mask(index)
+    tangents = {n: torch.randn_like(x) for n, x in call.items()}
+    found = []
+    for given in ({"key_index": index}, {"block_mask": mask}):
+
+        def attend(x: dict[str, Tensor], given: dict[str, Any] = given) -> Any:
+            return flashtile.attention(**x, **given, causal=True)
+
+        out, stats = flashtile.attention(**call, **given, return_stats=("entropy", "column_sum"))
+        probs = flashtile.attention(**call, **given, return_attn_probs=True)[2]
+        moved = torch.func.jvp(attend, (call,), (tangents,))[1]
+        leaves = {n: x.clone().requires_grad_() for n, x in call.items()}
+        (dq,) = torch.autograd.grad(attend(leaves).square().sum(), leaves["q"], create_graph=True)
+        second = torch.autograd.grad(dq.square().sum(), list(leaves.values()))
+        found.append((out, stats.entropy, stats.column_sum, probs, moved, *second))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_invariant": True}, {"mask": EMPTY}],
+    ids=["batch_invariant", "a mask of spans"],
+)
+def test_what_lists_of_keys_are_refused_with(options: dict[str, Any], request: Any):
+    name = request.node.callspec.id
+    with pytest.raises(NotImplementedError, match=f"(?=.*lists of keys).*{name}"):
+        flashtile.attention(**small_call(0), key_index=small_index(0), **options)
 
 
 def test_a_mask_from_lists(seed: int):

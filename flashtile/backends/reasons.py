@@ -83,6 +83,7 @@ def invariance_reasons(problem: AttentionProblem) -> list[str]:
         (problem.dtype in FLOAT8, "float8 queries (a cache may be float8)"),
         (is_part, "parts of sequences (this option: whole sequences)"),
         (options.k_unpack != "", "a cache_format"),
+        (problem.has_key_index, "lists of keys (this option: key_blocks of several queries)"),
     )
     return [f"batch_invariant with {what}" for fact, what in facts if fact]
 

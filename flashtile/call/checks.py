@@ -783,33 +783,33 @@ def _block_descale(name: str, x: Tensor, operands: Operands, B: int, M: int, N: 
             )
 
 
-def key_list(name: str, x: Any, q: Tensor, sizes: tuple[int, int, int | None]) -> None:
-    """Check lists of keys, or of blocks of them, for queries `q`.
+def key_list(
+    name: str, x: Any, q: Tensor, dims: str, sizes: tuple[tuple[int, ...] | None, ...]
+) -> None:
+    """Check lists of keys, or of blocks of them.
 
     Args:
-        sizes: (batch, key heads, lists), the first three sizes of `x`, of which the first two may
-            be 1; None for any number of lists.
+        sizes: what each of the first three sizes of `x` may be; None for anything.
     """
-    dims = "batch, kv_heads, blocks of queries, top"
     tensor(name, x, dims=dims, dtypes=(torch.int32,), like=q)
-    batch, heads, lists = sizes
-    fits = broadcasts_to(x.shape[:2], (batch, heads))
-    if not fits or (lists is not None and x.shape[2] != lists):
-        count = "any number" if lists is None else lists
+    pairs = list(zip(x.shape, sizes, strict=False))
+    if any(allowed is not None and all(size != n for n in allowed) for size, allowed in pairs):
+        texts = ("any" if s is None else " or ".join(map(str, dict.fromkeys(s))) for s in sizes)
         raise ValueError(
-            f"{name}: got shape {shape_of(x)}, want (1 or {batch}, 1 or {heads}, {count}, top): "
-            f"({dims})"
+            f"{name}: got shape {shape_of(x)}, want ({', '.join(texts)}, any): ({dims})"
         )
 
 
-def key_list_values(name: str, x: Tensor, size: int, lists: int | None) -> None:
-    """Check that lists of indices below `size`, -1 for none, have no index twice, and that there
-    are `lists` of them, if given.
-    """
-    if lists is not None and x.shape[2] != lists:
+def number_of_lists(name: str, x: Tensor, count: int) -> None:
+    """Check that packed sequences have `count` lists in all."""
+    if x.shape[2] != count:
         raise ValueError(
-            f"{name}: got {x.shape[2]} lists, want {lists}, one for each block of each sequence"
+            f"{name}: got {x.shape[2]} lists, want {count}, one for each block of each sequence"
         )
+
+
+def key_list_values(name: str, x: Tensor, size: int) -> None:
+    """Check that lists of indices below `size`, -1 for none, have no index twice."""
     if x.numel() == 0:
         return
     if int(x.min()) < -1 or int(x.max()) >= size:

@@ -1,6 +1,6 @@
 """Convert masks that callers give in other forms. `attn_mask` and `key_padding_mask` become a
-`BlockMask` or a bias, whichever is cheaper; lists of keys become a `BlockMask` on their device, of
-which the host reads nothing.
+`BlockMask` or a bias, whichever is cheaper; lists of keys of blocks of queries become a
+`BlockMask` on their device; of lists the host reads nothing.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..masks import BlockMask
 from ..masks.block_mask import checked_pair
 from . import checks
-from .layouts import Dense, Layout
+from .layouts import Cached, Dense, Layout
 
 # On a CPU each tile costs several library calls, so tiles are larger than those that fit a GPU's
 # shared memory.
 CPU_TILE, GPU_TILE = (256, 256), (128, 128)
+
+LISTS = frozenset(("key_blocks", "key_index", "block_size"))
+BLOCKS, INDEX = "batch, kv_heads, blocks of queries, top", "batch, seq_q, kv_heads, top"
 
 
 def with_masks(q: Any, k: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -150,7 +154,8 @@ def _power_of_two(n: int) -> int:
 def with_key_lists(
     q: Tensor, k: Tensor, layout: Layout, keywords: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The options of a call whose tensors are checked, with `key_blocks` as a `block_mask`.
+    """The options of a call whose tensors are checked, with `key_blocks` as a `block_mask` or, if
+    each query has a list of its own, as a `key_index` of runs of keys.
 
     Raises:
         ValueError, TypeError: the lists do not fit the call, or, where values are checked, an index
@@ -158,21 +163,30 @@ def with_key_lists(
     """
     options = dict(keywords)
     key_blocks, block_size = (options.pop(name, None) for name in ("key_blocks", "block_size"))
-    if key_blocks is None:
-        if block_size is not None:
-            raise ValueError(f"block_size: got {block_size} without key_blocks, want both")
-        return options
-    if options.get("block_mask") is not None:
-        raise ValueError("key_blocks: got lists and a block_mask, want only one of them")
+    index = options.get("key_index")
+    if (key_blocks is None) != (block_size is None):
+        raise ValueError(f"block_size: got {block_size}, want it with key_blocks, and only there")
+    for name in ("key_index", "block_mask"):
+        if key_blocks is not None and options.get(name) is not None:
+            raise ValueError(f"{name}: got it and key_blocks, want only one of them")
     B, M, N = layout.sizes(q, k)
-    rows, keys = checked_pair("block_size", block_size, "(queries, keys)")
     cu_seqlens = None if isinstance(layout, Dense) else layout.cu_seqlens_q
-    tiles = -(-M // rows) if cu_seqlens is None else None
-    batch = B if cu_seqlens is None else 1
-    checks.key_list("key_blocks", key_blocks, q, (batch, k.shape[-2], tiles))
-    if checks.checking_values((q, key_blocks)):
-        total = None if cu_seqlens is None else int(_blocks(cu_seqlens, rows).sum())
-        checks.key_list_values("key_blocks", key_blocks, -(-N // keys), total)
+    batch, heads = (1, B if cu_seqlens is None else 1), (1, k.shape[-2])
+    if index is not None:
+        checks.key_list("key_index", index, q, INDEX, (batch, (q.shape[-3],), heads))
+        return {**options, "key_index": _distinct("key_index", index, q, N)}
+    if key_blocks is None:
+        return options
+    rows, keys = checked_pair("block_size", block_size, "(queries, keys)")
+    lists = (-(-M // rows),) if cu_seqlens is None else None
+    checks.key_list("key_blocks", key_blocks, q, BLOCKS, (batch, heads, lists))
+    if cu_seqlens is not None and checks.checking_values((q, key_blocks)):
+        checks.number_of_lists("key_blocks", key_blocks, int(_blocks(cu_seqlens, rows).sum()))
+    key_blocks = _distinct("key_blocks", key_blocks, q, -(-N // keys))
+    is_cached = isinstance(layout, Cached) or getattr(layout, "page_table", None) is not None
+    if rows == 1 and not is_cached:
+        index = pad(key_blocks, (0, 0, 0, q.shape[-3] - key_blocks.shape[2]), value=-1)
+        return {**options, "key_index": index.transpose(1, 2), "key_run": keys}
     if cu_seqlens is not None:
         key_blocks = _of_sequences(key_blocks, cu_seqlens, rows, M)
     if key_blocks.shape[1] > 1:
@@ -180,12 +194,27 @@ def with_key_lists(
     return {**options, "block_mask": BlockMask.from_key_blocks(key_blocks, N, (rows, keys))}
 
 
-def packed_lists(key_blocks: Any, batch: int) -> Tensor:
-    """The lists of padded queries (batch or 1, ...) for the same queries packed, (1, ...)."""
-    checks.tensor("key_blocks", key_blocks, dims="batch, kv_heads, blocks of queries, top")
-    if key_blocks.shape[0] != batch:
-        checks.tensor("key_blocks", key_blocks, shape=(1, *key_blocks.shape[1:]))
-    return key_blocks.expand(batch, -1, -1, -1).transpose(0, 1).flatten(1, 2)[None]
+def packed_lists(keywords: Mapping[str, Any], batch: int) -> Mapping[str, Any]:
+    """The options of a call with padded queries, for the same queries packed."""
+    packed = dict(keywords)
+    for name, dims, dim in (("key_blocks", BLOCKS, 2), ("key_index", INDEX, 1)):
+        x = keywords.get(name)
+        if x is not None:
+            checks.key_list(name, x, x, dims, ((1, batch), None, None))
+            packed[name] = x.expand(batch, -1, -1, -1).movedim(dim, 1).flatten(0, 1)
+            packed[name] = packed[name][None].movedim(1, dim)
+    return packed
+
+
+def _distinct(name: str, lists: Tensor, q: Tensor, size: int) -> Tensor:
+    """Lists without an index twice: checked where values are, elsewhere sorted and -1 instead."""
+    if checks.checking_values((q, lists)):
+        checks.key_list_values(name, lists, size)
+        return lists
+    if lists.shape[-1] < 2:
+        return lists
+    lists = lists.sort(-1).values
+    return lists.masked_fill(pad(lists.diff(dim=-1) == 0, (1, 0)), -1)
 
 
 def _blocks(cu_seqlens: Tensor, rows: int) -> Tensor:
@@ -201,6 +230,6 @@ def _of_sequences(key_blocks: Tensor, cu_seqlens: Tensor, rows: int, M: int) -> 
     counts = _blocks(cu_seqlens, rows)
     index = (counts.cumsum(0) - counts)[:, None] + torch.arange(-(-M // rows), device=counts.device)
     # A list of nothing follows the last one.
-    padded = torch.nn.functional.pad(key_blocks[0], (0, 0, 0, 1), value=-1)
+    padded = pad(key_blocks[0], (0, 0, 0, 1), value=-1)
     found = padded.index_select(1, index.clamp(0, last).flatten())
     return found.unflatten(1, index.shape).transpose(0, 1)

@@ -76,6 +76,7 @@ def packed_problem(
         problem.M * problem.group < FEWEST_QUERIES
         or operands.seqused_k is None
         or problem.spans > 0
+        or problem.has_key_index
         or operands.leftpad_k is not None
         or operands.cache_batch_idx is not None
         or (copied > LARGEST_COPY if problem.page_size else not side_by_side)

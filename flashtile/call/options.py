@@ -145,6 +145,7 @@ class ListedOptions(TypedDict, total=False):
 
     key_blocks: Annotated[Tensor | None, MASK]
     block_size: Annotated[tuple[int, int] | None, MASK]
+    key_index: Annotated[Tensor | None, TENSOR]
 
 
 class AttentionOptions(TrainingOptions, PaddedMaskOptions, ListedOptions, total=False):

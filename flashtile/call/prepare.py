@@ -30,7 +30,7 @@ from ..problem import (
 )
 from ..score_mod import derivative, described, windowed
 from . import checks, dispatch, memo
-from .converted_masks import with_key_lists, with_masks
+from .converted_masks import LISTS, with_key_lists, with_masks
 from .dispatch import Checked, decide
 from .fold_qv import with_folded_qv, with_placeholders
 from .layouts import Cached, Dense, Layout, Packed
@@ -234,7 +234,7 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
     ):
         longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
         layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
-    if "key_blocks" in keywords or "block_size" in keywords:
+    if LISTS.intersection(keywords):
         describe(qkv, layout, {})  # a check of what the lists are for
         keywords = with_key_lists(*qkv[:2], layout, keywords)
     if "attn_mask" in keywords or "key_padding_mask" in keywords:
@@ -389,6 +389,7 @@ def _options(keywords: Keywords, head_dim: int, M: int, N: int) -> Options:
     if numbers["softmax_scale"] is None:
         numbers["softmax_scale"] = head_dim**-0.5  # of the true, unpadded head dim
     numbers["score_mod"] = keywords.get("score_mod") or ""
+    numbers["key_run"] = keywords.get("key_run", 1)
     return Options(M, N, window_left=left, window_right=right, **numbers)
 
 

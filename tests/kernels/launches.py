@@ -11,10 +11,12 @@ from flashtile.backends.triton.kernel_launches import (
     backward_launches,
     column_sum_launch,
     forward_launches,
+    listed_backward_launches,
     probabilities_launch,
     tangent_launches,
 )
 from flashtile.backends.triton.launch import backward_buffers, forward_buffers
+from flashtile.backends.triton.listed_keys import queries_of_runs
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
@@ -36,6 +38,10 @@ def launches(
         out, lse = made[:2]
         gradients = backward_buffers(problem, operands, operands.k.dtype)
         dout = torch.empty_like(out)
+        if problem.has_key_index:
+            entries = queries_of_runs(problem, operands)
+            results = (out, lse, dout, None)
+            return found + listed_backward_launches(problem, operands, results, entries, gradients)
         given = (*operands, out, lse, dout, None)
         found += backward_launches(problem, given, gradients)
     return found

@@ -38,7 +38,8 @@ def reference(operands: Operands, options: Options, **how: Any) -> Reference:
         bias=operands.bias,
         relative_bias=operands.relative_bias,
         sink=operands.sink,
-        block_mask=_tiles(operands, M, N),
+        block_mask=_listed(operands, options) if operands.key_index is not None
+        else _tiles(operands, M, N),
         mask=_spans(operands),
         dropout_p=options.dropout_p,
         keep=_keep(operands, options),
@@ -78,6 +79,20 @@ def _tiles(operands: Operands, M: int, N: int) -> Tensor | None:
     assert operands.partial_index is not None and operands.partial_tiles is not None
     tensors = operands.tile_kinds, operands.partial_index, operands.partial_tiles
     return BlockMask(*tensors, lengths=(M, N)).to_dense(M, N)
+
+
+def _listed(operands: Operands, options: Options) -> Tensor:
+    """The dense mask (B, Hq, M, N) of a list of keys for each query."""
+    index, starts, M, N = operands.key_index, operands.cu_seqlens_q, *options[:2]
+    assert index is not None
+    keys = index.long()[..., None] * options.key_run + torch.arange(options.key_run)
+    seen = keys.masked_fill(index[..., None] < 0, -1).flatten(3)[..., None] == torch.arange(N)
+    seen = seen.any(-2)  # (B or 1, rows, Hk or 1, N)
+    if starts is not None:
+        rows = (starts[:-1, None] + torch.arange(M)).clamp(max=seen.shape[1] - 1)
+        seen = seen[0, rows]
+    heads = operands.q.shape[-2]
+    return seen.transpose(1, 2).repeat_interleave(heads // seen.shape[2], 1)
 
 
 def _spans(operands: Operands) -> Spans | None:

@@ -334,6 +334,15 @@ def captured_in_parts() -> Call:
     return operands._replace(**tensors), options._replace(**functions)
 
 
+def own_keys(run: int, head_dim: int) -> Call:
+    """A list of 16 runs of keys for each query."""
+    g, sizes = generator(0), {"B": 1, "M": 40, "N": 2048, "Hq": 32, "Hk": 2}
+    tensors = qkv(g, **sizes, D=head_dim, dtype=torch.bfloat16)
+    lists = torch.randint(0, 2048 // run, (1, 40, 2, 16), generator=g, dtype=torch.int32)
+    given = {"key_index": lists, "key_run": run, "causal": True, "sink": normal(g, 32)}
+    return describe(tensors, Dense(), given)
+
+
 # One call for each option, or for several options of one kernel.
 OPTIONS = {
     "scores": lambda device: launches(*scores(), device),
@@ -382,6 +391,9 @@ OPTIONS = {
     "statistics": lambda device: measuring_launches(*scores(), device),
     "packed rows": lambda device: packed_rows("int8 in blocks, left pads", device),
     "packed rows in pairs": lambda device: packed_rows("int4, pages of 16", device),
+    "blocks of keys of each query": lambda device: launches(*own_keys(64, 128), device),
+    "keys of each query": lambda device: launches(*own_keys(1, 128), device),
+    "keys of each query of wide heads": lambda device: launches(*own_keys(1, 256), device),
 }
 
 

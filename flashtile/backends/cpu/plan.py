@@ -48,6 +48,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         reasons.append(f"tensors are on {problem.device_type} (this backend: cpu)")
     if problem.options.batch_invariant:
         reasons += invariance_reasons(problem)
+    if problem.has_key_index and problem.spans > 0:
+        reasons.append("lists of keys with a mask of spans")
     return reasons + head_dim_reasons(problem, MAX_HEAD_DIM)
 
 
@@ -117,7 +119,7 @@ def _native_rows(problem: AttentionProblem, is_rounding: bool) -> int:
         return max(-(-problem.M // tiles), 1)
     if options.window_left is not None:
         return NATIVE_WINDOW_BLOCK_M
-    if problem.spans > 0:
+    if problem.spans > 0 or problem.has_key_index:
         return NATIVE_SPANS_BLOCK_M
     if problem.has_bias and (problem.dtype.itemsize == 2 or not _is_square(problem)):
         return NATIVE_BIAS_BLOCK_M
@@ -163,8 +165,7 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
         and not problem.has_bias
         and not problem.has_sink
         and problem.page_size == 0
-        and problem.block_tile is None
-        and problem.spans == 0
+        and not problem.has_own_mask
         and _is_square(problem)
     )
     if not (native and one_piece and problem.dtype == torch.bfloat16):

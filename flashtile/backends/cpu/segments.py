@@ -120,12 +120,57 @@ class SpanRows(NamedTuple):
         return None if bool(seen.all()) else seen
 
 
+class ListedRows(NamedTuple):
+    """The lists of keys of the rows of a segment, in place of `SpanRows`: (batch or 1, heads or 1,
+    M, top) numbers of runs of `run` keys.
+    """
+
+    index: Tensor
+    run: int
+
+    @classmethod
+    def of(
+        cls, problem: AttentionProblem, index: Tensor, batch: slice, heads: slice, rows: slice
+    ) -> ListedRows:
+        """The lists of some sequences, query heads and query rows of a call."""
+        is_shared = problem.layout != "dense" or index.shape[0] == 1
+        lists = index[slice(None) if is_shared else batch, rows].transpose(1, 2)
+        if lists.shape[1] > 1:
+            lists = lists.repeat_interleave(problem.group, 1)[:, heads]
+        return cls(lists, problem.options.key_run)
+
+    def hulls(self, m0: int, m1: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """As `SpanRows.hulls`: at most one interval."""
+        index = self.index[:, :, m0:m1]
+        listed = index[(index >= 0) & (index < -(-stop // self.run))]
+        if start >= stop or listed.numel() == 0:
+            return []
+        first = max(start, int(listed.min()) * self.run)
+        last = min(stop, (int(listed.max()) + 1) * self.run)
+        return [(first, last)] if first < last else []
+
+    def full_ranges(self, m0: int, m1: int) -> list[tuple[int, int]]:
+        """As `SpanRows.full_ranges`: none is known."""
+        return []
+
+    def visible(self, m0: int, m1: int, n0: int, n1: int) -> Tensor | None:
+        """As `SpanRows.visible`."""
+        first, last = n0 // self.run, -(-n1 // self.run)
+        at = self.index[:, :, m0:m1].long() - first
+        at = torch.where((at >= 0) & (at < last - first), at, last - first)
+        # All others mark one more run.
+        seen = at.new_zeros((*at.shape[:-1], last - first + 1), dtype=torch.bool)
+        seen = seen.scatter_(-1, at, True)[..., :-1].repeat_interleave(self.run, -1)
+        seen = seen[..., n0 - first * self.run : n1 - first * self.run]
+        return None if bool(seen.all()) else seen
+
+
 class SegmentMask(NamedTuple):
-    """Mask rules, block layout and spans for the queries and keys of a segment."""
+    """Mask rules, block layout, and spans or lists for the queries and keys of a segment."""
 
     visibility: Visibility
     layout: BlockLayout | None
-    spans: SpanRows | None = None
+    spans: SpanRows | ListedRows | None = None
 
     def query_tiles(self, rows: int) -> list[tuple[int, int]]:
         """Query tiles ``[m0, m1)`` of at most `rows`, cut at the block mask's tiles as well."""
@@ -304,8 +349,7 @@ class Segment:
 def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
     """The segments of a call. Lengths are clamped to the sizes of the tensors."""
     # Whether sequences may differ in length, offset or mask, so that each one is a segment.
-    has_own_mask = problem.block_tile is not None or problem.spans > 0
-    is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
+    is_ragged = problem.has_lengths or problem.page_size > 0 or problem.has_own_mask
     if problem.layout == "dense" and not is_ragged:
         found: Iterable[Segment] = _dense_segments(problem)
     else:
@@ -321,7 +365,7 @@ def _of_key_heads(segment: Segment, group: int) -> Iterator[Segment]:
     for kv in range(segment.kv_heads.start, segment.kv_heads.stop):
         heads = slice(max(kv * group, first), min((kv + 1) * group, segment.heads.stop))
         spans, is_whole = segment.mask.spans, heads == segment.heads
-        if spans is not None and spans.starts.shape[1] > 1:
+        if isinstance(spans, SpanRows) and spans.starts.shape[1] > 1:
             own = slice(heads.start - first, heads.stop - first)
             spans = SpanRows(spans.starts[:, own], spans.stops[:, own])
         yield replace(
@@ -351,7 +395,9 @@ def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
 def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
     sequences = _ragged_sequences(problem, operands)
     step = 1 if problem.options.batch_invariant else max(1, MAX_BATCH_HEADS // problem.Hq)
-    elsewhere = (operands.page_table, operands.cache_batch_idx, operands.tile_kinds)
+    elsewhere = (
+        operands.page_table, operands.cache_batch_idx, operands.tile_kinds, operands.key_index
+    )  # fmt: skip
     is_shared = operands.span_starts is None or operands.span_starts.shape[0] == 1
     if all(x is None for x in elsewhere):
         if problem.layout == "dense" and is_shared:
@@ -365,9 +411,11 @@ def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[
     for sequence in sequences:
         b = sequence.batch.start
         for heads, kv_heads, layout in layouts.of_heads(problem, b) if layouts else [all_heads]:
-            spans = None
-            if operands.span_starts is not None:
-                where = sequence.batch, heads, sequence.query_rows
+            spans: SpanRows | ListedRows | None = None
+            where = sequence.batch, heads, sequence.query_rows
+            if operands.key_index is not None:
+                spans = ListedRows.of(problem, operands.key_index, *where)
+            elif operands.span_starts is not None:
                 spans = SpanRows.of(operands, *where, is_packed=problem.layout != "dense")
             yield sequence.segment(problem, heads, kv_heads, layout, spans)
 
@@ -388,7 +436,7 @@ class _Sequence(NamedTuple):
         heads: slice,
         kv_heads: slice,
         layout: BlockLayout | None,
-        spans: SpanRows | None = None,
+        spans: SpanRows | ListedRows | None = None,
     ) -> Segment:
         M = self.query_rows.stop - self.query_rows.start
         N = self.key_rows.stop - self.key_rows.start

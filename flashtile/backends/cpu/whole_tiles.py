@@ -22,7 +22,7 @@ from torch import Tensor
 from ...masks import Positions, Run, Visibility
 from . import tiles
 from .distances import DistanceGradients
-from .segments import Indices, KeyRun, SegmentMask, cut
+from .segments import Indices, KeyRun, SegmentMask, SpanRows, cut
 from .tiles import INFINITY, TileGradients, TileProblem
 
 
@@ -40,7 +40,7 @@ class WholeTiles(NamedTuple):
     def key_runs(self, m0: int, m1: int, columns: int) -> Iterator[KeyRun]:
         """The tiles of `columns` keys of which some row of ``[m0, m1)`` sees some."""
         rows, before, spans = self.mask.visibility.M, self.before, self.mask.spans
-        heads = () if spans is None else spans.starts.shape[:2]
+        heads = spans.starts.shape[:2] if isinstance(spans, SpanRows) else ()
         found: dict[int, Tensor | None] = {}  # what rows see of the tile that begins at a key
         for first, last in self.mask.query_tiles(max(rows, 1)):
             first, last = max(first, m0 - before), min(last, m1 - before)

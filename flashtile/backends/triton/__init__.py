@@ -98,8 +98,7 @@ def appends(problem: AttentionProblem) -> bool:
         problem.layout != "dense"
         or problem.dtype in FLOAT8
         or problem.D > plan.MAX_HEAD_DIM
-        or problem.block_tile is not None
-        or problem.spans
+        or problem.has_own_mask
         or problem.has_block_descale
         or problem.options.k_unpack
     ):
@@ -151,7 +150,7 @@ def tangents(
     # Kernels have the derivative of a score function in the score, if it has been recorded.
     has_derivative = problem.options.score_mod == "" or problem.options.score_mod_gradient != ""
     by_others = any(x is not None for x in moved[5:])  # captured, ALiBi's slopes, relative bias
-    if has_cache or by_others or not has_derivative:
+    if has_cache or by_others or not has_derivative or problem.has_key_index:
         return None
     if unsupported_reasons(problem._replace(needs_grad=True)):
         return None

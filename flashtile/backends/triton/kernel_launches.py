@@ -30,8 +30,14 @@ from .captured_source import CAPTURED, SUMS, captured_source, kept_tiles
 from .column_sum_pass import column_sum_kernel
 from .forward_pass import forward_kernel, merge_in_order_kernel
 from .forward_tangent import forward_tangent_kernel
+from .listed_keys import (
+    QueriesOfRuns,
+    listed_forward_kernel,
+    listed_key_gradient_kernel,
+    listed_query_gradient_kernel,
+)
 from .masks import list_tiles_kernel
-from .plan import KernelConfig, KernelPlan, Plan, plan
+from .plan import KernelConfig, KernelPlan, Plan, listed_plan, plan
 from .score_gradients import (
     bias_gradient_kernel,
     captured_gradient_kernel,
@@ -73,6 +79,8 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     out, lse, *parts = made  # the lse with what `store_statistics` stores behind it
     written = (parts[0][0], parts[1]) if parts else (out, lse)
     q, k, v = map(with_adjacent_elements, operands[:3])
+    if problem.has_key_index:
+        return [listed_forward_launch(problem, operands, out, lse)]
     planned = plan_with_functions(problem, has_aligned_rows(q, k, v))
     kernel_plan = planned.split if parts else planned.forward
     config = kernel_plan.config
@@ -198,6 +206,89 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
     if made.dcaptured is not None:
         launches.append(captured_launch(problem, made.dcaptured, shared, planned.bands))
     return launches
+
+
+def listed_forward_launch(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor
+) -> Launch:
+    """The forward over a list of keys for each query."""
+    q, k, v = map(with_adjacent_elements, operands[:3])
+    kernel_plan = listed_plan(problem, has_aligned_rows(q, k, v)).queries
+    arguments = {
+        **row_arguments(q=q, k=k, v=v, out=out),
+        "lse_ptr": lse,
+        "sink_ptr": at_boundary(operands.sink),
+    }
+    return _listed_launch(listed_forward_kernel, problem, operands, arguments, kernel_plan)
+
+
+def listed_backward_launches(
+    problem: AttentionProblem,
+    operands: Operands,
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    entries: QueriesOfRuns,
+    made: BackwardBuffers,
+) -> list[Launch]:
+    """The backward over a list of keys for each query; `results`: out, lse, dout and dlse."""
+    out, lse, dout, dlse = results
+    q, k, v = map(with_adjacent_elements, operands[:3])
+    out, dout = with_aligned_rows(out), with_aligned_rows(dout)
+    planned = listed_plan(problem, has_aligned_rows(q, k, v))
+    delta = delta_launch(problem, out, lse, dout, dlse, made, planned.queries)
+    shared = {
+        **row_arguments(q=q, k=k, v=v, dout=dout),
+        "pivot_ptr": made.pivot,
+        "delta_ptr": made.delta,
+    }
+    arguments = shared | row_arguments(dq=made.dq)
+    kernel = listed_query_gradient_kernel
+    queries = _listed_launch(kernel, problem, operands, arguments, planned.queries)
+    assert operands.key_index is not None
+    config, warps, stages = planned.keys
+    arguments = {
+        **shared,
+        **row_arguments(dk=made.dk, dv=made.dv),
+        **dict(zip(("rows_ptr", "runs_ptr", "starts_ptr"), entries, strict=True)),
+        "list_heads": operands.key_index.shape[2],
+        **_scores_of(common_of(problem, operands)),
+        "RUN": problem.options.key_run,
+        "cfg": config,
+    }
+    programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
+    keys = Launch(listed_key_gradient_kernel, (programs,), arguments, warps, stages)
+    return [delta, queries, keys]
+
+
+def _listed_launch(
+    kernel: Any,
+    problem: AttentionProblem,
+    operands: Operands,
+    arguments: dict[str, Any],
+    kernel_plan: KernelPlan,
+) -> Launch:
+    """A program for each query, key head and part of its group."""
+    index, config = operands.key_index, kernel_plan.config
+    assert index is not None
+    index = with_adjacent_elements(index)
+    shared = (n == 1 for n in index.shape)
+    batch, row, head, _ = (0 if s else n for s, n in zip(shared, index.stride(), strict=True))
+    arguments |= {
+        "index_ptr": index,
+        "index_batch": batch,
+        "index_row": row,
+        "index_head": head,
+        "top": index.shape[3],
+        **_scores_of(common_of(problem, operands)),
+        "RUN": problem.options.key_run,
+        "cfg": config,
+    }
+    programs = problem.B * problem.M * problem.Hk * -(-config.GROUP // config.BLOCK_M)
+    return Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
+
+
+def _scores_of(common: dict[str, Any]) -> dict[str, Any]:
+    """What kernels without masks that are data take of the common arguments."""
+    return {name: common[name] for name in ("at", "score_data", "bias", *NUMBERS)}
 
 
 def _launch_of_heads(

@@ -31,9 +31,11 @@ from .kernel_launches import (
     backward_launches,
     column_sum_launch,
     forward_launches,
+    listed_backward_launches,
     probabilities_launch,
     tangent_launches,
 )
+from .listed_keys import queries_of_runs
 from .plan import has_large_scores, is_short, plan, splits_of
 from .score_gradients import gradients_of
 
@@ -103,6 +105,8 @@ def backward(
     """Gradients of a problem; every one is summed in float32 in one fixed order."""
     if operands.page_table is not None or operands.cache_batch_idx is not None:
         return _backward_of_cache(problem, operands, out, lse, dout, dlse)
+    if problem.has_key_index:
+        return _backward_of_lists(problem, operands, (out, lse.contiguous(), dout, dlse))
     key_dtype = torch.float32 if problem.is_partial else operands.k.dtype
     dq = add_to if add_to is not None and is_in_place(add_to) else None
     found = _backward(problem, operands, out, lse.contiguous(), dout, dlse, key_dtype, dq)
@@ -378,6 +382,21 @@ def _backward_allocators(
     if captured is not None and captured_needs_grad(options):
         found["dcaptured"] = zeros(captured.shape, torch.float32)
     return found
+
+
+def _backward_of_lists(
+    problem: AttentionProblem,
+    operands: Operands,
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+) -> Gradients:
+    """The backward over lists of keys, whose entries PyTorch sorts by key. `results`: out, lse,
+    dout and dlse.
+    """
+    with torch.cuda.device_of(operands.q):
+        made = backward_buffers(problem, operands, operands.k.dtype)
+        entries = queries_of_runs(problem, operands)
+    run(listed_backward_launches(problem, operands, results, entries, made), operands.q)
+    return _gradients(problem, operands, results[1], made)
 
 
 def _backward_of_cache(

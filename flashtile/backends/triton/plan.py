@@ -281,6 +281,33 @@ class Plan(NamedTuple):
     short: KernelPlan | None = None  # the forward and the backward of `is_short`, instead of others
 
 
+class ListedPlan(NamedTuple):
+    """The kernels of `listed_keys.py`, instead of those of `Plan`."""
+
+    queries: KernelPlan  # forward and dQ
+    keys: KernelPlan  # dK and dV
+
+
+@memoised(4096)
+def listed_plan(problem: AttentionProblem, aligned: bool) -> ListedPlan:
+    """Tiles for lists of keys: the heads of a query by gathered keys, and adjacent keys by pairs of
+    a query and a head. No GPU has measured them.
+    """
+    head_dim = max(problem.D, problem.Dv)
+    is_single, wide = problem.dtype == torch.float32, head_dim > 128
+    heads = max(16, min(1 << (problem.group - 1).bit_length(), 32 if wide or is_single else 64))
+    most = (16 if wide else 32) if is_single else 32 if wide else 64
+    adjacent = max(16, min(1 << (problem.options.key_run.bit_length() - 1), most))
+    queries = Tile(heads, most, 4, 1 if is_single else 2)
+    warps = 8 if adjacent * head_dim > 32 * 128 else 4  # the sums take registers
+    keys = Tile(most, adjacent, warps, 1 if is_single or wide else 2)
+    dead = problem.has_dead_rows
+    return ListedPlan(
+        _kernel_plan(problem, queries, False, aligned, False, has_dead_rows=dead),
+        _kernel_plan(problem, keys, False, aligned, False, has_dead_rows=dead),
+    )
+
+
 @memoised(4096)
 def plan(problem: AttentionProblem, aligned: bool) -> Plan:
     """Tiles and flags of every kernel that a call may need.
@@ -368,7 +395,7 @@ def is_short(problem: AttentionProblem) -> bool:
     cached = problem.page_size or problem.has_cache_rows or problem.has_float8_keys
     cached = cached or problem.appending is not None or bool(problem.options.k_unpack)
     is_part = problem.runs > 0 or problem.has_sequences or problem.is_partial
-    masked = problem.block_tile is not None or problem.spans > 0
+    masked = problem.has_own_mask
     other = problem.options.score_mod or problem.options.batch_invariant or problem.has_statistics
     return fits and not (cached or is_part or masked or other)
 
@@ -534,7 +561,10 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
     """The plan as text, for `explain`; `splits` programs share a KV loop."""
     planned = plan(problem, True)
     kernels = {"forward": planned.forward if splits == 1 else planned.split}
-    if problem.D <= MAX_HEAD_DIM:
+    if problem.has_key_index:
+        queries, keys = listed_plan(problem, True)
+        kernels = {"forward, and dQ, of the listed keys of a query": queries, "dK and dV": keys}
+    elif problem.D <= MAX_HEAD_DIM:
         kernels |= {"dK and dV": planned.keys, "dQ": planned.queries}
     if planned.short is not None:
         kernels = {"forward": planned.short if splits == 1 else planned.split}
@@ -545,7 +575,7 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
         f"{kernel.stages} stages"
         for name, kernel in kernels.items()
     ]
-    if kernels["forward"].config.IS_PACKED_GROUP:
+    if next(iter(kernels.values())).config.IS_PACKED_GROUP:
         lines[0] += f", {problem.group} query heads in a tile"
     if splits > 1:
         lines[0] += f", keys split into {splits} parts"
@@ -706,6 +736,8 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
     Args:
         tokens: rows of q, including packed rows of no sequence, for which parts have rows, too.
     """
+    if problem.has_key_index:
+        return 1
     asked = problem.options.num_splits
     if problem.has_statistics:  # whose parts are not merged
         return 1

@@ -21,6 +21,7 @@ from .unpack_source import untranslatable_unpack
 
 OLDEST_FLOAT8_CAPABILITY = (8, 9)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_LISTED_HEAD_DIM = 256  # with a list of keys for each query
 MAX_RUNS = 16  # of positions; a tile reads those of its sequence one after the other
 
 
@@ -52,6 +53,8 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if options.batch_invariant:
         reasons += invariance_reasons(problem) + _not_invariant(problem)
     reasons += _unpack_reasons(problem)
+    if problem.has_key_index:
+        reasons += _listed_reasons(problem)
     if problem.D > MAX_HEAD_DIM:
         reasons += _forward_only_reasons(problem)
     if _is_too_wide_to_train(problem):
@@ -90,6 +93,28 @@ def _not_invariant(problem: AttentionProblem) -> list[str]:
         (problem.has_float8_keys, "a float8 cache"),
     )
     return [f"batch_invariant with {what} (on a CPU)" for fact, what in facts if fact]
+
+
+def _listed_reasons(problem: AttentionProblem) -> list[str]:
+    """What the kernels for a list of keys of each query do not have."""
+    options = problem.options
+    is_cached = problem.page_size or problem.has_cache_rows or problem.has_float8_keys
+    facts = (
+        (problem.has_alibi, "ALiBi"),
+        (problem.has_bias, "a bias"),
+        (problem.relative_distance is not None, "a relative_bias"),
+        (options.score_mod != "", "a score_mod"),
+        (options.dropout_p > 0, "dropout"),
+        (problem.block_tile is not None, "a block_mask"),
+        (problem.spans > 0, "a mask of spans"),
+        (is_cached, "pages, rows of a cache, left pads or a float8 cache"),
+        (problem.wants_probabilities, "probabilities"),
+        (
+            max(problem.D, problem.Dv) > MAX_LISTED_HEAD_DIM,
+            f"head dims above {MAX_LISTED_HEAD_DIM}",
+        ),
+    )
+    return [f"lists of keys with {what} (on a CPU)" for fact, what in facts if fact]
 
 
 def _forward_only_reasons(problem: AttentionProblem) -> list[str]:

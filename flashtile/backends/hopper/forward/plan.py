@@ -322,6 +322,7 @@ def _device_reasons(problem: AttentionProblem) -> list[str]:
 def _option_reasons(problem: AttentionProblem) -> list[str]:
     not_here = {
         "bias": problem.has_bias,
+        "lists of keys": problem.has_key_index,
         "probabilities": problem.wants_probabilities,
         "pages": problem.page_size > 0,
         "float8 keys and values": problem.has_float8_keys,
