@@ -194,7 +194,7 @@ def with_key_lists(
     return {**options, "block_mask": BlockMask.from_key_blocks(key_blocks, N, (rows, keys))}
 
 
-def packed_lists(keywords: Mapping[str, Any], batch: int) -> Mapping[str, Any]:
+def packed_lists(keywords: Any, batch: int) -> Any:
     """The options of a call with padded queries, for the same queries packed."""
     packed = dict(keywords)
     for name, dims, dim in (("key_blocks", BLOCKS, 2), ("key_index", INDEX, 1)):

@@ -376,6 +376,7 @@ def _options(keywords: Keywords, head_dim: int, M: int, N: int) -> Options:
     that it finds in a table inputs of the graph, and then traces and compiles the call twice.
     """
     numbers: dict[str, Any] = {"softmax_scale": None, "softcap": 0.0, "dropout_p": 0.0}
+    numbers["key_run"] = keywords.get("key_run", 1)
     for name, option in NUMBERS.items():
         if name in keywords and not (keywords[name] is None and option.takes_none):
             numbers[name] = option.check(name, keywords[name])
@@ -389,7 +390,6 @@ def _options(keywords: Keywords, head_dim: int, M: int, N: int) -> Options:
     if numbers["softmax_scale"] is None:
         numbers["softmax_scale"] = head_dim**-0.5  # of the true, unpadded head dim
     numbers["score_mod"] = keywords.get("score_mod") or ""
-    numbers["key_run"] = keywords.get("key_run", 1)
     return Options(M, N, window_left=left, window_right=right, **numbers)
 
 

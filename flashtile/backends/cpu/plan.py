@@ -165,7 +165,9 @@ def _compute_dtype(problem: AttentionProblem, direction: str, native: bool) -> t
         and not problem.has_bias
         and not problem.has_sink
         and problem.page_size == 0
-        and not problem.has_own_mask
+        and problem.block_tile is None
+        and problem.spans == 0
+        and not problem.has_key_index
         and _is_square(problem)
     )
     if not (native and one_piece and problem.dtype == torch.bfloat16):

@@ -125,7 +125,7 @@ class ListedRows(NamedTuple):
     M, top) numbers of runs of `run` keys.
     """
 
-    index: Tensor
+    lists: Tensor
     run: int
 
     @classmethod
@@ -141,7 +141,7 @@ class ListedRows(NamedTuple):
 
     def hulls(self, m0: int, m1: int, start: int, stop: int) -> list[tuple[int, int]]:
         """As `SpanRows.hulls`: at most one interval."""
-        index = self.index[:, :, m0:m1]
+        index = self.lists[:, :, m0:m1]
         listed = index[(index >= 0) & (index < -(-stop // self.run))]
         if start >= stop or listed.numel() == 0:
             return []
@@ -156,7 +156,7 @@ class ListedRows(NamedTuple):
     def visible(self, m0: int, m1: int, n0: int, n1: int) -> Tensor | None:
         """As `SpanRows.visible`."""
         first, last = n0 // self.run, -(-n1 // self.run)
-        at = self.index[:, :, m0:m1].long() - first
+        at = self.lists[:, :, m0:m1].long() - first
         at = torch.where((at >= 0) & (at < last - first), at, last - first)
         # All others mark one more run.
         seen = at.new_zeros((*at.shape[:-1], last - first + 1), dtype=torch.bool)
@@ -349,7 +349,8 @@ class Segment:
 def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
     """The segments of a call. Lengths are clamped to the sizes of the tensors."""
     # Whether sequences may differ in length, offset or mask, so that each one is a segment.
-    is_ragged = problem.has_lengths or problem.page_size > 0 or problem.has_own_mask
+    has_own_mask = problem.block_tile is not None or problem.spans > 0 or problem.has_key_index
+    is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
     if problem.layout == "dense" and not is_ragged:
         found: Iterable[Segment] = _dense_segments(problem)
     else:
