@@ -94,7 +94,7 @@ class Call:
         sizes = {"q": (M, Hq), "k": (N, Hk), "v": (N, Hk)}
         self.leaves = {n: normal(g, *lead, *x, s.D, dtype=self.dtype) for n, x in sizes.items()}
 
-    def check(self, seed: int) -> None:
+    def check(self, seed: int, backend: str) -> None:
         """Compare the outputs and gradients with the float64 reference by the rule."""
         leaves = self.leaves | {n: self.shared[n] for n in ("sink", "bias") if n in self.shared}
         shared = {n: x for n, x in self.shared.items() if n not in leaves}
@@ -108,17 +108,17 @@ class Call:
                 "max_seqlen_k": self.s.N,
             }
         compare(
-            lambda x: function(**x, **shared, **self.options, return_lse=True),
+            lambda x: function(**x, **shared, **self.options, return_lse=True, backend=backend),
             lambda x, **how: reference(**x, **shared, block_mask=self.dense, **how),
             leaves,
             seed=seed,
         )
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_random_calls(part: int, seed: int):
-    for n in range(part, DRAWS, 10):
-        Call(seed + n).check(seed + n)
+@pytest.mark.usefixtures("poisoned_buffers")
+@pytest.mark.parametrize("draw", range(DRAWS))
+def test_random_calls(draw: int, backend: str, seed: int):
+    Call(seed).check(seed, backend)
 
 
 SMALL = Sizes(B=2, M=19, N=27)
