@@ -400,8 +400,7 @@ def _check_metadata(given: Any) -> None:
 
 
 _WHY = {
-    "gather_kv_indices": "not supported here; pass them as key_index to "
-    "flashtile.attention",
+    "gather_kv_indices": "not supported here; pass them as key_index to flashtile.attention",
     "score_mod": "functions written for CuTe are not supported; flashtile.attention takes a "
     "score_mod written in PyTorch, as FlexAttention does",
     "mask_mod": "functions written for CuTe are not supported; flashtile.attention takes a "

@@ -99,6 +99,7 @@ def _listed_reasons(problem: AttentionProblem) -> list[str]:
     """What the kernels for a list of keys of each query do not have."""
     options = problem.options
     is_cached = problem.page_size or problem.has_cache_rows or problem.has_float8_keys
+    head_dim = max(problem.D, problem.Dv)
     facts = (
         (problem.has_alibi, "ALiBi"),
         (problem.has_bias, "a bias"),
@@ -109,10 +110,9 @@ def _listed_reasons(problem: AttentionProblem) -> list[str]:
         (problem.spans > 0, "a mask of spans"),
         (is_cached, "pages, rows of a cache, left pads or a float8 cache"),
         (problem.wants_probabilities, "probabilities"),
-        (
-            max(problem.D, problem.Dv) > MAX_LISTED_HEAD_DIM,
-            f"head dims above {MAX_LISTED_HEAD_DIM}",
-        ),
+        (problem.has_statistics, "return_stats"),
+        (options.k_unpack != "", "a cache_format"),
+        (head_dim > MAX_LISTED_HEAD_DIM, f"head dims above {MAX_LISTED_HEAD_DIM}"),
     )
     return [f"lists of keys with {what} (on a CPU)" for fact, what in facts if fact]
 
