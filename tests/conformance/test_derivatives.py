@@ -29,6 +29,7 @@ from flashtile.testing import (
 Call = Callable[..., Any]
 M, N = 5, 6
 SPAN = torch.tensor([0, 2, 1, 6, 4], dtype=torch.int32).view(1, 1, M, 1)
+LISTED = torch.tensor([0, 2, 1, -1, 3, 0, 2, 5, 4, 0], dtype=torch.int32).view(1, M, 1, 2)
 VISIBLE = torch.rand(2, 4, M, N, generator=generator(1)) < 0.5
 LENGTHS = cu_seqlens([3, 0, 5])
 
@@ -90,6 +91,7 @@ CASES: dict[str, Callable[[], tuple[Call, tuple[Tensor, ...]]]] = {
         key_blocks=torch.tensor([1, 0, 1], dtype=torch.int32).view(1, 1, 3, 1).expand(2, 2, 3, 1),
         block_size=(2, 3),
     ),
+    "listed keys": lambda: dense(key_index=LISTED.expand(2, M, 1, 2), causal=True),
     "score function": lambda: (captured, tensors((1, M, 2, 4), (1, N, 1, 4), (1, N, 1, 3), (2,))),
     "dropout": lambda: (dropped, dense()[1]),
     "packed": lambda: (packed, tensors((8, 4, 4), (8, 2, 4), (8, 2, 3))),
