@@ -227,6 +227,11 @@ BAD = {
         NotImplementedError,
         "score_mod",
     ),
+    "listed keys": (
+        {"key_index": torch.zeros(B, 3, 1, 1, dtype=torch.int32)},
+        NotImplementedError,
+        "key_index",
+    ),
     "left pad": (
         {"cache_leftpad": torch.zeros(B, dtype=torch.int32)},
         NotImplementedError,
@@ -249,7 +254,7 @@ def test_every_option_is_allowed_or_refused():
     """A new option does not reach the parts of a call unless somebody has thought about it."""
     known = shared_prefix._ALLOWED | {
         "bias", "relative_bias", "block_mask", "mask", "score_mod", "q_descale",
-        "workspace",
+        "workspace", "key_blocks", "block_size", "key_index", "cache_format",
     }  # fmt: skip
     assert known == set(options_of(CacheOptions))
 
