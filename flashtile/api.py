@@ -14,11 +14,18 @@ from torch.compiler import is_dynamo_compiling
 from . import autograd, statistics
 from .call import checks, dispatch, shared_prefix
 from .call.cached import append_and_attend, append_and_measure
-from .call.converted_masks import LISTS, packed_lists
+from .call.converted_masks import packed_lists
 from .call.dispatch import BackendName
 from .call.explain import Explanation, explained
 from .call.layouts import DENSE, Cached, Layout
-from .call.options import AttentionOptions, CacheOptions, VarlenOptions, accepts, refuse_unknown
+from .call.options import (
+    LISTS,
+    AttentionOptions,
+    CacheOptions,
+    VarlenOptions,
+    accepts,
+    refuse_unknown,
+)
 from .call.packing import as_batch, as_packed, tokens
 from .call.prepare import (
     QKV,

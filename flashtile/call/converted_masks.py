@@ -21,7 +21,6 @@ from .layouts import Cached, Dense, Layout
 # shared memory.
 CPU_TILE, GPU_TILE = (256, 256), (128, 128)
 
-LISTS = frozenset(("key_blocks", "key_index", "block_size"))
 BLOCKS, INDEX = "batch, kv_heads, blocks of queries, top", "batch, seq_q, kv_heads, top"
 
 

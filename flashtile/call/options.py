@@ -218,6 +218,7 @@ OPTIONS: dict[str, Option] = {
 NUMBERS = {name: option for name, option in OPTIONS.items() if option.kind == "number"}
 # Numbers that say how a score is made, or which ones count, in every function.
 SCORE_NUMBERS = NUMBERS.keys() & (FlashOptions.__optional_keys__ | ScoreOptions.__optional_keys__)
+LISTS = ListedOptions.__optional_keys__
 TENSORS = frozenset(name for name, option in OPTIONS.items() if option.kind == "tensor")
 
 

@@ -30,12 +30,12 @@ from ..problem import (
 )
 from ..score_mod import derivative, described, windowed
 from . import checks, dispatch, memo
-from .converted_masks import LISTS, with_key_lists, with_masks
+from .converted_masks import with_key_lists, with_masks
 from .dispatch import Checked, decide
 from .fold_qv import with_folded_qv, with_placeholders
 from .layouts import Cached, Dense, Layout, Packed
 from .memo import QKV, Keywords
-from .options import NUMBERS, TENSORS
+from .options import LISTS, NUMBERS, TENSORS
 
 
 class Prepared(NamedTuple):
