@@ -58,17 +58,14 @@ class CacheFormat:
     program: str = field(init=False, repr=False, compare=False)  # of `unpack`
 
     def __post_init__(self) -> None:
-        for name in ("bytes_per_row", "head_dim"):
-            size = getattr(self, name)
-            if size is None and name == "head_dim":
+        for name in ("bytes_per_row", "head_dim", "unpack", "pack"):
+            x = getattr(self, name)
+            if x is None and name in ("head_dim", "pack"):
                 continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"CacheFormat.{name}: got {size!r}, want an int of at least 1")
-        for name in ("unpack", "pack"):
-            function = getattr(self, name)
-            if not callable(function) and not (function is None and name == "pack"):
-                kind = type(function).__name__
-                raise TypeError(f"CacheFormat.{name}: got {kind}, want a function")
+            if name in ("unpack", "pack") and not callable(x):
+                raise TypeError(f"CacheFormat.{name}: got {x!r}, want a function")
+            if name not in ("unpack", "pack") and (type(x) is not int or x < 1):
+                raise ValueError(f"CacheFormat.{name}: got {x!r}, want an int of at least 1")
         with _named_errors():
             program = str(traced_unpack(self.unpack, self.bytes_per_row))
         object.__setattr__(self, "program", program)
@@ -88,10 +85,8 @@ class CacheFormat:
         if head_dim is None:
             raise ValueError("head_dim: got None, want the number of elements of a row")
         if rows.dtype != torch.uint8 or rows.shape[-1:] != (self.bytes_per_row,):
-            raise ValueError(
-                f"rows: got {rows.dtype} of shape {tuple(rows.shape)}, want torch.uint8 of shape "
-                f"(..., {self.bytes_per_row})"
-            )
+            got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+            raise ValueError(f"rows: got {got}, want torch.uint8 (..., {self.bytes_per_row})")
         self.check_reads(head_dim)
         return unpacked(self.program, rows, head_dim)
 

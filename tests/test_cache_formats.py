@@ -266,6 +266,16 @@ def test_a_read_past_the_row_is_found_at_the_call():
         attention_with_kvcache(**given | {"cache_format": short})
 
 
+def test_bad_rows_and_functions():
+    for rows in (torch.zeros(2, 48), torch.zeros(2, 47, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"rows: got .* want torch\.uint8 \(\.\.\., 48\)"):
+            INT8.unpacked(rows)
+    with pytest.raises(TypeError, match=r"CacheFormat\.unpack: got 5"):
+        CacheFormat(48, 5)
+    with pytest.raises(TypeError, match=r"CacheFormat\.pack: got 5"):
+        CacheFormat(48, INT8.unpack, 5)
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "16"])
 def test_bad_sizes(size: Any):
     with pytest.raises(ValueError, match=r"CacheFormat\.bytes_per_row"):

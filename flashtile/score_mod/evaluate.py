@@ -35,7 +35,7 @@ def evaluate(
     for line in program.lines:
         if line.op == CONSTANT:
             found[line.name] = torch.full(
-                _ONE, line.arguments[0], dtype=line.dtype, device=_device(found)
+                _ONE, line.arguments[0], dtype=line.dtype, device=found["s"].device
             )
         elif line.op in (VALUES, INTEGERS):
             buffer = values if line.op == VALUES else integers
@@ -86,12 +86,8 @@ def _read(line: Line, buffer: Tensor, found: dict[str, Tensor]) -> Tensor:
     return read.to(line.dtype)
 
 
-def _device(found: dict[str, Tensor]) -> torch.device:
-    return next(iter(found.values())).device
-
-
 def _tensors(indices: list[Any], found: dict[str, Tensor]) -> list[Tensor]:
-    device = _device(found)
+    device = found["s"].device
     return [
         found[n] if isinstance(n, Name) else torch.full(_ONE, n, device=device) for n in indices
     ]

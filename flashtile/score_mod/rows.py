@@ -27,7 +27,8 @@ def unpacked(text: str, rows: Tensor, head_dim: int) -> Tensor:
     program, d = parsed(text), torch.arange(head_dim, device=rows.device)
     # (rows, 1, 1, 1, head_dim), where `evaluate` has (batch, heads, rows, keys)
     flat = rows.reshape(-1, rows.shape[-1])
-    found = evaluate(program, {ELEMENT: d.view(1, 1, 1, -1)}, None, flat)[program.result]
+    given = {"s": d, ELEMENT: d.view(1, 1, 1, -1)}  # there is no score
+    found = evaluate(program, given, None, flat)[program.result]
     return found.expand(flat.shape[0], 1, 1, 1, head_dim).reshape(*rows.shape[:-1], head_dim)
 
 
@@ -157,5 +158,5 @@ def _tables(program: Program, elements: range) -> dict[Name, Tensor]:
             known.append(line)
             names.add(line.name)
     d = torch.arange(elements.start, elements.stop, elements.step)
-    found = evaluate(replace(program, lines=tuple(known)), {ELEMENT: d}, None, None)
+    found = evaluate(replace(program, lines=tuple(known)), {"s": d, ELEMENT: d}, None, None)
     return {Name(x): found[x].expand(1, 1, 1, len(d)).reshape(-1) for x in names}
