@@ -30,7 +30,6 @@ from .call.packing import as_batch, as_packed, tokens
 from .call.prepare import (
     QKV,
     Keywords,
-    ends_graph,
     outside_of_graphs,
     prepare,
     with_dropout_seed,
@@ -108,8 +107,7 @@ def attention(
         score_mod: function (score, b, h, i, j) -> score, as in FlexAttention, of the scaled and
             capped score and the indices of its sequence, query head, query and key, each a tensor
             without dimensions. It may read captured tensors, which have gradients. Queries and keys
-            count from 0 in their own sequence, whatever the lengths, as for `bias`. A graph of
-            torch.compile ends before the call, so ``fullgraph=True`` raises an error.
+            count from 0 in their own sequence, whatever the lengths, as for `bias`.
         attn_mask: broadcasts to (batch, heads, seq_q, seq_k), with PyTorch's meaning. Bool: True
             where a query sees a key; the call converts it to a block mask, for which the host waits
             for the GPU. Floating: added to the scores like `bias`, with a gradient.
@@ -352,8 +350,8 @@ def _run_cached(
     shared_prefix_len: int | None,
 ) -> Result:
     """Prepare a call over caches and run it."""
-    has_format = options.get("cache_format") is not None  # whose functions no tracer follows
-    if is_dynamo_compiling() and (has_format or ends_graph(options)):
+    # No tracer follows the functions of a format.
+    if is_dynamo_compiling() and options.get("cache_format") is not None:
         given = (qkv, layout, options, backend, return_lse, return_stats, out, shared_prefix_len)
         return outside_of_graphs(_run_cached)(*given)
     if torch.is_grad_enabled():  # entering the context takes longer than asking
@@ -468,9 +466,6 @@ def _run(
     Args:
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
-    if is_dynamo_compiling() and ends_graph(options):
-        outputs = (return_lse, return_attn_probs, out, return_stats)
-        return outside_of_graphs(_run)(qkv, layout, options, backend, *outputs, padded, generator)
     if type(return_lse) is not bool or type(return_attn_probs) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
         return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)

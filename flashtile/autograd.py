@@ -81,9 +81,13 @@ def attend(
         made = _run_forward(problem, operands, forward)
         return made[0], made[1]
     compiling = torch.compiler.is_compiling()
-    if compiling:
-        operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
     transforms = is_transformed()
+    if compiling and transforms:
+        # A tracer does not know that an input of torch.func.grad needs a gradient, but it knows
+        # that of a view.
+        operands = Operands(*(x if x is None else x.view_as(x) for x in operands))  # type: ignore[arg-type]  # its fields
+    elif compiling:
+        operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if forward_mode and compiling:
         raise NotImplementedError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from .gpu.described import capability_of, current_target
 from .lru import memoised
 from .masks import BlockMask, Chunk, Window, structure
-from .score_mod import parsed
+from .score_mod.program import has_gradients_of_captured, reads_only_score
 
 
 class Operands(NamedTuple):
@@ -144,7 +144,7 @@ class Options(NamedTuple):
     @property
     def has_indexed_scores(self) -> bool:
         """Whether a score function reads more than the score: indices or captured numbers."""
-        return bool(self.score_mod) and not parsed(self.score_mod).reads_only_score
+        return bool(self.score_mod) and not reads_only_score(self.score_mod)
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
@@ -344,7 +344,8 @@ _precision_of = torch._C._get_fp32_precision_getter
 
 def captured_needs_grad(options: Options) -> bool:
     """Whether the derivative of the score function includes those of captured values."""
-    return bool(options.score_mod_gradient) and bool(parsed(options.score_mod_gradient).captured)
+    program = options.score_mod_gradient
+    return program != "" and has_gradients_of_captured(program)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -734,7 +734,7 @@ HOPPER: list[Planted] = [
     ),
     Planted(
         "hopper: a score function of keys on parts of sequences",
-        "Program.reads_only_score",
+        "reads_only_score",
         "not set(line.names) & set(INDICES)",
         "True",
         "tests/hopper_kernels/test_forward_plan.py -k score",

@@ -298,33 +298,19 @@ class TestCompile:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         assert_same(outputs_and_gradients(compiled, call), outputs_and_gradients(function, call))
 
-    def test_score_functions_end_the_graph(self):
-        """Also one that is made inside and captures what is computed inside."""
+    def test_gradients_of_torch_func(self):
+        """Also of inputs of the differentiated function that the call gets as they are."""
 
-        def layer(q, k, v, slopes):
-            slopes = slopes.exp()
+        def function(q, k, v, slopes):
+            def loss(q, k, slopes):
+                return flashtile.attention(q, k, v, alibi_slopes=slopes.exp()).sin().sum()
 
-            def far(score, b, h, i, j):
-                return score - slopes[h] * (i - j).abs()
-
-            return flashtile.attention(2 * q, k, v, score_mod=far, return_lse=True)
+            return torch.func.grad(loss, argnums=(0, 1, 2))(q, k, slopes)
 
         call = dict(zip("qkv", heads_and_lengths(11), strict=True))
-        call["slopes"] = torch.randn(call["q"].shape[2]).requires_grad_()
-        compiled = torch.compile(layer, backend="aot_eager")
-        assert_same(outputs_and_gradients(compiled, call), outputs_and_gradients(layer, call))
-        whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        with pytest.raises(RuntimeError, match=r"score_mod .*runs outside of the graph"):
-            whole(**call)
-
-        def cached(q, cache):
-            return flashtile.attention_with_kvcache(
-                2 * q, cache, cache, cache_seqlens=5, score_mod=lambda s, b, h, i, j: s * (h + j)
-            )
-
-        given = call["q"].detach(), torch.randn(call["q"].shape[0], 8, *call["q"].shape[2:])
-        compiled = torch.compile(cached, backend="aot_eager")
-        torch.testing.assert_close(compiled(*given), cached(*given))
+        call["slopes"] = torch.randn(call["q"].shape[2])
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert_same(compiled(**call), function(**call))
 
     @pytest.mark.parametrize("name", ["attention", "attention_with_kvcache"])
     def test_a_graph_for_a_gpu_prepares_no_launches(self, name, monkeypatch):

@@ -279,20 +279,11 @@ def _with_formats(q: Any, layout: Cached, keywords: Keywords) -> tuple[Cached, K
     return layout._replace(formats=formats), {**keywords, "cache_format": plain}
 
 
-def ends_graph(options: Keywords) -> bool:
-    """Whether a graph of torch.compile ends before the call: its tracer cannot follow the one that
-    records a score function.
-    """
-    return options.get("score_mod") is not None
-
-
 def outside_of_graphs(function: Callable[..., Any]) -> Any:
     """`function` without the tracer of torch.compile, whose graph ends before the call; with
     ``fullgraph=True`` this raises an error.
     """
-    torch._dynamo.graph_break(
-        msg="flashtile: a call with score_mod or cache_format runs outside of the graph"
-    )
+    torch._dynamo.graph_break(msg="flashtile: a call with cache_format runs outside of the graph")
     return torch.compiler.disable(function)
 
 

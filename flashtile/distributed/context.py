@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from .. import statistics
 from ..autograd import is_transformed
 from ..call import checks, dispatch
 from ..call.dispatch import BackendName
-from ..call.prepare import ends_graph, outside_of_graphs
 from ..dropout import draw_rng_state
 from ..lru import Memo
 from ..problem import AttentionProblem, Operands, lse_dtype
@@ -289,8 +287,6 @@ class ContextParallel(Decoder):
         backend: BackendName | None,
     ) -> tuple[Any, ...]:
         """(out, lse) of a rank's own tensors, traced or not, and statistics."""
-        if is_dynamo_compiling() and ends_graph(options):
-            return outside_of_graphs(self._attend)(qkv, layout, options, return_lse, backend)
         if not torch.compiler.is_compiling():
             return self.run(qkv, layout, options, return_lse, backend)
         if self.generator is not None:

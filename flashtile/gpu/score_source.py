@@ -21,7 +21,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ..lru import memoised
-from ..score_mod.program import CONSTANT, INDICES, INTEGERS, VALUES, Line, Name, Program, parsed
+from ..score_mod.program import (
+    CONSTANT,
+    INDICES,
+    INTEGERS,
+    VALUES,
+    Line,
+    Name,
+    Program,
+    fact,
+    parsed,
+)
 
 # On what a number of a tile depends: its query, its key, and the difference of both. Without the
 # first or the second, a tile has one number for each key, or for each query.
@@ -290,6 +300,7 @@ class Untranslatable(Exception):
     """An operation that the kernels do not have."""
 
 
+@fact
 def untranslatable(text: str) -> str:
     """The operation of a program that the kernels do not have; "" if they have all."""
     try:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from .. import autograd
 from ..autocast import autocast_off, cast_inputs
@@ -20,7 +19,7 @@ from ..call.options import (
     accepts,
     refuse_unknown,
 )
-from ..call.prepare import ends_graph, outside_of_graphs, prepare, read, with_dropout_seed
+from ..call.prepare import prepare, read, with_dropout_seed
 from ..operators import ops
 from ..ops.quantize.formula import Recipe, Rows, dequantized, rotation
 from ..problem import (
@@ -98,11 +97,7 @@ def attention_fp8(
     recipe = Recipe(scales, hadamard, hadamard_v, smooth_k, seed)
     layout = layout_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return_lse, emulate = checks.flag("return_lse", return_lse), checks.flag("emulate", emulate)
-    given = (q, k, v), layout, recipe, options, emulate, generator, backend
-    if is_dynamo_compiling() and ends_graph(options):
-        out, lse = outside_of_graphs(_attend)(*given)
-    else:
-        out, lse = _attend(*given)
+    out, lse = _attend((q, k, v), layout, recipe, options, emulate, generator, backend)
     return (out, lse) if return_lse else out
 
 

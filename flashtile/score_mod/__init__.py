@@ -9,13 +9,16 @@ in PyTorch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..autocast import autocast_off, without_autocast
 from ..lru import Memo
+from . import in_graph
 from .closure import dependencies
 from .derivative import derivative
 from .program import parsed
@@ -59,6 +62,11 @@ def described(function: ScoreFunction, dtype: torch.dtype, device: torch.device)
     Raises:
         TypeError, ValueError, NotImplementedError: as `trace.traced`.
     """
+    if is_dynamo_compiling():
+        recorded = in_graph.recorded(function, dtype, device)
+        if not recorded:
+            return torch.compiler.disable(described)(function, dtype, device)
+        return _with_buffers(recorded[0], recorded[1:], device)
     known = dependencies(function)
     if known is None:
         found = _traced(function, dtype, device)
@@ -94,6 +102,10 @@ def _traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -
 def _described(trace: Traced, captured: tuple[Tensor, ...], device: torch.device) -> Described:
     with autocast_off(device):
         tensors = trace.preparation(*captured)
+    return _with_buffers(trace.program, tensors, device)
+
+
+def _with_buffers(program: str, tensors: Sequence[Tensor], device: torch.device) -> Described:
     for x in tensors:
         if x.device != device and x.dim() > 0:
             raise ValueError(f"score_mod: got a captured tensor on {x.device}, want {device}")
@@ -101,7 +113,7 @@ def _described(trace: Traced, captured: tuple[Tensor, ...], device: torch.device
     integers = [x for x in tensors if not x.is_floating_point()]
     is_double = any(x.dtype == torch.float64 for x in values)
     return Described(
-        trace.program,
+        program,
         _buffer(values, torch.float64 if is_double else torch.float32, device),
         _buffer(integers, torch.int64, device),
     )

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..lru import memoised
 from .convert import Conversion
 from .evaluate import operation
-from .program import CONSTANT, INDICES, INTEGERS, VALUES, Name, Program, parsed
+from .program import CONSTANT, INDICES, INTEGERS, VALUES, Name, Program, fact, parsed
 from .record import Recorder, recording
 
 UNCHANGED = "return g"  # the derivative of a function that adds something to scores
 
 
-@memoised(256)
+@fact
 def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
     """The program from the gradient ``g`` of a program's result to the gradient of the score ``s``
     and, on request, those of the captured values.

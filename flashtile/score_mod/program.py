@@ -23,8 +23,10 @@ from __future__ import annotations
 import ast
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -97,16 +99,6 @@ class Program:
             return Program((), self.result)
         return Program(self.lines, reads[-1], tuple((x, x) for x in reads)).without_unused()
 
-    @property
-    def reads_only_score(self) -> bool:
-        """Whether it reads neither indices nor captured numbers: then it does not matter where a
-        score is.
-        """
-        return all(
-            line.op not in (VALUES, INTEGERS) and not set(line.names) & set(INDICES)
-            for line in self.lines
-        )
-
     def without_unused(self) -> Program:
         """The program without the lines whose results nobody reads."""
         needed = {self.result, *(x for pair in self.captured for x in pair)}
@@ -116,6 +108,24 @@ class Program:
                 kept.append(line)
                 needed.update(line.names)
         return Program(tuple(reversed(kept)), self.result, self.captured)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def fact(function: _Function) -> _Function:
+    """Decorate a function of a program's text: it is memoised, and while ``torch.compile`` traces a
+    call, the result is a constant.
+    """
+    cached = memoised(256)(function)
+
+    @wraps(function)
+    def known(*arguments: Any) -> Any:
+        return cached(*arguments)
+
+    # As `torch.compiler.assume_constant_result` does, which first imports the compiler.
+    known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cast(_Function, known)
 
 
 # Two threads that parse at once can fail with a SystemError (CPython 3.11, gh-106905).
@@ -135,6 +145,23 @@ def parsed(text: str) -> Program:
         pairs = zip(gradients.keys, gradients.values, strict=True)
         captured = [(_name(line), _name(gradient)) for line, gradient in pairs]
     return Program(tuple(map(_line, lines)), _name(result), tuple(captured))
+
+
+@fact
+def reads_only_score(text: str) -> bool:
+    """Whether a program reads neither indices nor captured numbers: then it does not matter where a
+    score is.
+    """
+    return all(
+        line.op not in (VALUES, INTEGERS) and not set(line.names) & set(INDICES)
+        for line in parsed(text).lines
+    )
+
+
+@fact
+def has_gradients_of_captured(text: str) -> bool:
+    """Whether the program of a derivative computes gradients of captured numbers."""
+    return bool(parsed(text).captured)
 
 
 def _line(statement: ast.stmt) -> Line:

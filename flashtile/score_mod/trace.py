@@ -179,7 +179,7 @@ class _Captures(TorchFunctionMode):
             Tensor, self.stand_in, (args, kwargs or {})
         )
         if function is Tensor.__getitem__:
-            return _indexed(*args)
+            return indexed(*args)
         return function(*args, **kwargs)
 
 
@@ -189,7 +189,7 @@ def _makes_tensor(getter: Any) -> bool:
     return property_name in ("T", "mT", "H", "mH", "data", "grad", "real", "imag")
 
 
-def _indexed(x: Tensor, index: Any) -> Tensor:
+def indexed(x: Tensor, index: Any) -> Tensor:
     """``x[index]``; an index of one number does not read that number."""
     indices = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(n, Tensor) for n in indices):

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..lru import memoised
-from .program import CONSTANT, Line, Name, parsed
+from .program import CONSTANT, Line, Name, fact, parsed
 
 
 class Windowed(NamedTuple):
@@ -30,7 +29,7 @@ _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}  # of -x and -y
 _AND, _OR = ("bitwise_and", "logical_and"), ("bitwise_or", "logical_or")
 
 
-@memoised(256)
+@fact
 def windowed(text: str) -> Windowed:
     """The program without what it hides as a window does."""
     program = parsed(text)

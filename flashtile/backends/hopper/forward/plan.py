@@ -17,7 +17,7 @@ from ....dropout import random_bits
 from ....gpu.score_source import DIFFERENCE, Writer
 from ....lru import memoised
 from ....problem import AttentionProblem, captured_needs_grad
-from ....score_mod.program import INTEGERS, VALUES, parsed
+from ....score_mod.program import INTEGERS, VALUES, fact, parsed
 from ...reasons import (
     distance_reasons,
     dotted,
@@ -162,7 +162,7 @@ LEAST_SAVING = 0.03
 BLOCK_MASK_TILES = SHORT_CAUSAL_TILES | dict.fromkeys([(144, 144), (160, 160), (192, 128)], UNLIKE)
 
 
-@memoised(256)
+@fact
 def reads_each(program: str) -> bool:
     """Whether a score function reads a number for each score, query or key of a tile, for whose
     addresses three consumers lack the registers.
@@ -381,7 +381,7 @@ def _score_mod_reasons(problem: AttentionProblem) -> list[str]:
     return reasons
 
 
-@memoised(256)
+@fact
 def may_be_large(program: str) -> bool:
     """Whether a score function may make all scores of a row huge, but finite: it has a large
     number, or reads one for each query or key, as a mask of numbers does.
