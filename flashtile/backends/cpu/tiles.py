@@ -105,7 +105,7 @@ def forward(tp: TileProblem, has_statistics: bool = False) -> tuple[Tensor, ...]
     """
     batch, heads, M, _ = tp.Q.shape
     O_all = tp.Q.new_empty(batch, heads, M, tp.V.shape[-1])
-    L_all, *found = tp.Q.new_empty(1 + 2 * has_statistics, batch, heads, M)
+    L_all, *found = (tp.Q.new_empty(batch, heads, M) for _ in range(1 + 2 * has_statistics))
     for m0, m1 in tp.mask.query_tiles(tp.BLOCK_M):
         Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
         O = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
