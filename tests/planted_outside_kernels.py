@@ -275,6 +275,27 @@ MASKS_AND_SCORES = [
         "tests/test_key_lists.py -k random",
     ),
     Planted(
+        "a graph with a number of a score function that nothing checks",
+        "_constant",
+        "int)(x)",
+        "int)(x.node.hint)",
+        "tests/test_score_mod_graph.py -k 'is_seen and closure and True'",
+    ),
+    Planted(
+        "a graph without what a score function writes",
+        "_with_constants",
+        "is_number and not node.users",
+        'node.op not in ("placeholder", "output") and not node.users',
+        "tests/test_score_mod_graph.py -k 'refused and writes'",
+    ),
+    Planted(
+        "torch.func.grad in a graph: inputs have no gradient",
+        "attend",
+        "x if x is None else x.view_as(x) for x in operands",
+        "x for x in operands",
+        "tests/test_pytorch_compile.py -k torch_func",
+    ),
+    Planted(
         "a score function that hides the key beside the window's last one",
         "_compared",
         'limit - (op == "lt")',
