@@ -62,7 +62,7 @@ TRITON: list[Planted] = [
         "listed_key_gradient_kernel",
         "(keys // RUN == run) & inside",
         "inside",
-        "tests/kernels/test_interpreter_listed.py -k 'keys and float32'",
+        "tests/kernels/test_interpreter_listed.py -k keys",
         interpreted=True,
     ),
     Planted(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configurations import one_kind_each
 
 from flashtile.backends import triton as backend
 from flashtile.testing import generator, normal
@@ -77,8 +78,11 @@ CASES: dict[str, Make] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    one_kind_each(CASES, (torch.float32, torch.float16)),
+    ids=lambda x: str(x).removeprefix("torch."),
+)
 def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
     torch.manual_seed(seed)
     assert_call(backend, CASES[name](generator(seed), dtype), dtype, seed)
