@@ -120,8 +120,8 @@ def fact(function: _Function) -> _Function:
     cached = memoised(256)(function)
 
     @wraps(function)
-    def known(*arguments: Any) -> Any:
-        return cached(*arguments)
+    def known(*arguments: Any, **named: Any) -> Any:
+        return cached(*arguments, **named)
 
     # As `torch.compiler.assume_constant_result` does, which first imports the compiler.
     known._dynamo_marked_constant = True  # type: ignore[attr-defined]
