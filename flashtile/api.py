@@ -366,6 +366,8 @@ def _run_cached(
         has_statistics = statistics.of_rows(names)
     if names is not None and shared_prefix_len is not None:
         raise NotImplementedError("return_stats: cannot be combined with shared_prefix_len")
+    if shared_prefix_len is not None:
+        shared_prefix_len = shared_prefix.checked_length(shared_prefix_len, options)
     call = prepare(qkv, layout, options, backend, out, has_statistics=has_statistics)
     stats = None
     if names is not None:

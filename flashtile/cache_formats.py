@@ -207,6 +207,8 @@ def nvfp4(head_dim: int, scale: float = 1.0) -> CacheFormat:
     """NVFP4: e2m1 numbers, two in a byte, times an e4m3 scale for each 16 elements, times `scale`,
     which is the same for all tokens.
     """
+    if not scale > 0:
+        raise ValueError(f"scale: got {scale}, want a positive number")
     half, block = (head_dim + 1) // 2, 16
     size = _padded(half + _blocks(head_dim, block))
 

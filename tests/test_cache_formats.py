@@ -10,6 +10,7 @@ import torch
 from bad_calls import refuse
 from packed_rows import E2M1, KINDS, flashmla
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile import CacheFormat, attention_with_kvcache, cache_formats
@@ -228,6 +229,29 @@ def test_result_into_a_given_tensor_and_meta_tensors(seed: int):
     assert attention_with_kvcache(*on_meta, **options).shape == out.shape
 
 
+def test_latents_grow_in_a_graph_of_fake_tensors(seed: int):
+    """Keys and values are one tensor, whose address cannot be read."""
+    with FakeTensorMode():
+        cache, new = torch.zeros(B, 8, 1, 656, dtype=torch.uint8), torch.randn(B, 1, 1, 576)
+        out = attention_with_kvcache(
+            torch.randn(B, 1, HQ, 576), cache, cache, new, new[..., :512], cache_seqlens=3,
+            cache_format=(KEYS, VALUES),
+        )  # fmt: skip
+    assert out.shape == (B, 1, HQ, 512)
+
+
+def test_lists_of_keys(seed: int):
+    """A call with a list equals one over the keys that it names."""
+    given = call_of(INT8, seed)
+    index = torch.randint(-1, 5, (B, 3, 1, 1), generator=generator(seed), dtype=torch.int32)
+    out = attention_with_kvcache(**given, key_index=index)
+    values = INT8.unpacked(given["v_cache"]).gather(
+        1, index.clamp(min=0).long().expand(B, 3, HK, 32)
+    )
+    values = values.masked_fill(index < 0, 0.0).repeat_interleave(HQ // HK, 2)
+    torch.testing.assert_close(out, values)
+
+
 def test_explain_names_the_backend():
     given = call_of(cache_formats.int8(32), 0)
     report = str(flashtile.explain(attention_with_kvcache, **given))
@@ -310,6 +334,11 @@ BAD_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "batch_invariant": ("cache_format", {"batch_invariant": True}),
     "statistics": ("return_stats", {"return_stats": ("entropy",)}),
     "a shared prefix": ("cache_format", {"shared_prefix_len": 2}),
+    "lists and a shared prefix": (
+        "key_blocks",
+        {"shared_prefix_len": 2, "key_blocks": torch.zeros(B, 1, 1, 1, dtype=torch.int32),
+         "block_size": (16, 16), "cache_format": None},
+    ),
 }  # fmt: skip
 
 

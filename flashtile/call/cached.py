@@ -162,8 +162,9 @@ def _packed(
     formats: tuple[CacheFormat, CacheFormat], operands: Operands, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The rows of new keys and values. Values in the memory of the keys are columns of theirs."""
-    keys = formats[0].packed(k)
-    if checks.is_readable(operands.k) and operands.k.data_ptr() == operands.v.data_ptr():
+    keys, (k_cache, v_cache) = formats[0].packed(k), (operands.k, operands.v)
+    is_readable = checks.is_readable(k_cache)
+    if k_cache is v_cache or (is_readable and k_cache.data_ptr() == v_cache.data_ptr()):
         return keys, keys
     return keys, formats[1].packed(v)
 

@@ -234,13 +234,13 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
     ):
         longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
         layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
+    if isinstance(layout, Cached) and "cache_format" in keywords:
+        layout, keywords = _with_formats(qkv[0], layout, keywords)
     if LISTS.intersection(keywords):
         describe(qkv, layout, {})  # a check of what the lists are for
         keywords = with_key_lists(*qkv[:2], layout, keywords)
     if "attn_mask" in keywords or "key_padding_mask" in keywords:
         keywords = with_masks(*qkv[:2], keywords)
-    if isinstance(layout, Cached) and "cache_format" in keywords:
-        layout, keywords = _with_formats(qkv[0], layout, keywords)
     if "score_mod" in keywords:
         keywords = with_score_mod(*qkv[:2], keywords)
         if keywords.get("score_mod") and not isinstance(layout, Cached):

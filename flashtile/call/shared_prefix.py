@@ -11,6 +11,7 @@ query, whose own position is then one number for all its scores, which only move
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,8 +34,22 @@ _ALLOWED = SCORE_NUMBERS | {
 _LEFT_TO_THE_REST = ("causal", "window_size", "alibi_slopes", "sink")
 
 
+def checked_length(prefix_len: Any, keywords: Mapping[str, Any]) -> int:
+    """The length of a prefix, after a check of the options that a caller gives, by their names.
+
+    Raises:
+        TypeError, ValueError: it is not a number of tokens.
+        NotImplementedError: an option cannot be used with a prefix.
+    """
+    prefix_len = checks.length("shared_prefix_len", prefix_len)
+    for name, value in keywords.items():
+        if prefix_len > 0 and value is not None and name not in _ALLOWED:
+            raise _refusal(name)
+    return prefix_len
+
+
 def append_and_attend(
-    call: Prepared, prefix_len: Any, backend: str | None
+    call: Prepared, prefix_len: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a cached call whose sequences share their first `prefix_len` keys.
 
@@ -44,7 +59,6 @@ def append_and_attend(
     """
     layout = call.layout
     assert isinstance(layout, Cached)
-    prefix_len = checks.length("shared_prefix_len", prefix_len)
     if prefix_len > 0:
         _check(call, layout, prefix_len)
     # Reading the prefix once merges its part of a row with the rest, where other calls do not.
@@ -161,9 +175,6 @@ def _as_one_sequence(x: Tensor) -> Tensor:
 def _check(call: Prepared, layout: Cached, prefix_len: int) -> None:
     """Raise unless the call can be made in two parts; nothing has been written yet."""
     operands, options, keywords = call.operands, call.problem.options, call.keywords
-    for name, value in keywords.items():
-        if value is not None and name not in _ALLOWED:
-            raise _refusal(name)
     if options.attention_chunk > 0:
         raise _refusal("attention_chunk")
     if operands.alibi_slopes is not None and operands.alibi_slopes.dim() > 1:

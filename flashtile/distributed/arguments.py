@@ -20,7 +20,7 @@ from ..autograd import is_transformed
 from ..call import checks
 from ..call.converted_masks import as_bias
 from ..call.layouts import Packed
-from ..call.options import AttentionOptions, VarlenOptions, unexpected_keywords
+from ..call.options import LISTS, AttentionOptions, VarlenOptions, unexpected_keywords
 from ..call.prepare import CAPTURED, describe, with_score_mod
 from ..masks import BlockMask, Spans
 from ..problem import DIFFERENTIABLE, FLOAT8, Operands, Options, lse_dtype, tile_operands
@@ -28,9 +28,10 @@ from ..score_mod import Described, described
 from .layout import Layout
 from .partition import ShardMap, TileMap
 
-# Those of `attention`, except the scales of float8 inputs, which no rank takes, and equal bits in
-# every layout: results are merged in parts whose borders depend on the ranks.
-MISSING = {"q_descale", "k_descale", "v_descale", "batch_invariant"}
+# Those of `attention`, except the scales of float8 inputs, which no rank takes; lists of keys,
+# which would have to be divided as the keys are; and equal bits in every layout: results are merged
+# in parts whose borders depend on the ranks.
+MISSING = {"q_descale", "k_descale", "v_descale", "batch_invariant", *LISTS}
 OPTIONS = [name for name in AttentionOptions.__annotations__ if name not in MISSING]
 OPTIONS.append("return_stats")  # a sorted tuple of names
 # Options that are added to the scores.

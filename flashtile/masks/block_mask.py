@@ -329,7 +329,7 @@ def _checked_tile_size(tile_size: tuple[int, int]) -> tuple[int, int]:
 def checked_pair(name: str, sizes: tuple[int, int], meaning: str) -> tuple[int, int]:
     """`sizes`, after a check that they are two positive integers."""
     pair = tuple(sizes) if isinstance(sizes, (tuple, list)) else ()
-    if len(pair) != 2 or not all(isinstance(size, int) and size > 0 for size in pair):
+    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
         raise ValueError(f"{name}: got {sizes!r}, want two positive integers {meaning}")
     return pair[0], pair[1]
 

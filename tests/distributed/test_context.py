@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,14 @@ def test_packed_documents_have_no_masks_of_a_batch(
             {"batch_invariant": True},
             "NotImplementedError: batch_invariant: context parallelism does not have this option",
         ),
+        (
+            {"key_blocks": torch.zeros(1, 1, 4, 1, dtype=torch.int32), "block_size": (16, 16)},
+            "NotImplementedError: key_blocks: context parallelism does not have this option",
+        ),
+        (
+            {"key_index": torch.zeros(1, 32, 1, 1, dtype=torch.int32)},
+            "NotImplementedError: key_index: context parallelism does not have this option",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(options: dict[str, Any], message: str) -> None:
@@ -145,6 +154,12 @@ def test_what_is_not_supported_is_named(options: dict[str, Any], message: str) -
 
     for found in run_ranks(2, run):
         assert message in found.replace("context parallel: rank 0: ", "")
+
+
+def test_every_option_is_in_the_manual_or_refused() -> None:
+    """A new option of attention does not reach the ranks unless somebody has thought about it."""
+    table = (Path(__file__).parents[2] / "docs" / "context-parallel-options.md").read_text()
+    assert [name for name in OPTIONS if f"`{name}" not in table] == []
 
 
 def test_no_call_is_batch_invariant() -> None:
