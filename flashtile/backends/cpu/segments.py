@@ -349,7 +349,8 @@ class Segment:
 def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
     """The segments of a call. Lengths are clamped to the sizes of the tensors."""
     # Whether sequences may differ in length, offset or mask, so that each one is a segment.
-    is_ragged = problem.has_lengths or problem.page_size > 0 or problem.has_own_mask
+    has_own_mask = problem.block_tile is not None or problem.spans > 0 or problem.has_key_index
+    is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
     if problem.layout == "dense" and not is_ragged:
         found: Iterable[Segment] = _dense_segments(problem)
     else:
