@@ -9,7 +9,16 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "flashtile"
 SIZES = {"B", "M", "N"}  # the only capitals that are no compile-time constants
 # Constants that are no numbers: configurations, dtypes and functions.
-NOT_IN_CAPITALS = {"cfg", "recipe", "rotation", "dtype", "out_dtype", "load_keys", "math_of"}
+NOT_IN_CAPITALS = {
+    "cfg",
+    "recipe",
+    "rotation",
+    "dtype",
+    "out_dtype",
+    "load_keys",
+    "math_of",
+    "unpack",
+}
 POINTER_USERS = {f"{x}.{y}" for x in ("tl", "gl") for y in ("load", "store", "atomic_add")}
 JITS = ("triton.jit", "gluon.jit")
 
