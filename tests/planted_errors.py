@@ -543,13 +543,6 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_deterministic_adds_in_order -k 192",
     ),
     Planted(
-        "hopper: the first use of the ring of dS, in every tile",
-        "query_loop",
-        "if count == 0:",
-        "if count >= 0:",
-        "tests/hopper_kernels/test_backward_emulated.py::test_head_dims -k 64",
-    ),
-    Planted(
         "hopper: rows that heads together load",
         "Model.lost_steps",
         "together = float(order.swizzle)",

@@ -64,9 +64,9 @@ def test_the_second_consumer_starts_later_once(given: dict[str, Any], cycles: tu
 @pytest.mark.parametrize(
     ("given", "columns"),
     [
-        ({}, (64,)),
-        ({"causal": True, "softcap": 20.0}, (64,)),
-        ({"window_size": (100, 0)}, (64,)),
+        ({}, (64, 128)),
+        ({"causal": True, "softcap": 20.0}, (64, 128)),
+        ({"window_size": (100, 0)}, (64,)),  # at 128 consumers add dQ from their registers
         ({"deterministic": True}, ()),
         ({"mask": SPANS}, ()),
     ],
@@ -83,9 +83,11 @@ def test_score_functions_are_not_persistent():
     assert not backward_plan(AttentionProblem.of(*call)).IS_PERSISTENT
 
 
-@pytest.mark.parametrize(("causal", "longest"), [(False, 4096), (True, 8000)])
-def test_long_loops_are_not_persistent(causal: bool, longest: int):
-    given = problem(64, causal=causal)
+@pytest.mark.parametrize(
+    ("D", "causal", "longest"), [(64, False, 4096), (64, True, 8000), (128, False, 1280)]
+)
+def test_long_loops_are_not_persistent(D: int, causal: bool, longest: int):
+    given = problem(D, causal=causal)
     assert backward_plan(given._replace(M=longest, N=longest)).IS_PERSISTENT
     assert not backward_plan(given._replace(M=longest + 200, N=longest + 200)).IS_PERSISTENT
 

@@ -101,12 +101,6 @@ def ends_masked(cfg):
     return cfg.HAS_LEFT or cfg.HAS_CHUNK or cfg.HAS_LISTS or has_masked_end(cfg)
 
 
-@gluon.constexpr_function
-def lacks_registers(cfg):
-    """Whether the loop over unmasked blocks needs the registers of what can be computed again."""
-    return cfg.IS_PERSISTENT or cfg.SCORE_MOD is not None or cfg.HAS_DROPOUT
-
-
 # Parts of tiles
 
 
@@ -512,20 +506,21 @@ def query_loop(
     s = issue_scores(k, i, channels, cfg)
     lse = statistic(channels.lse, i, cfg)
     s = warpgroup_mma_wait(0, deps=[s])
-    if cfg.IS_PERSISTENT:  # dK and dV of the previous tile have left the ring of dS
-        tma.store_wait(0)
     if cfg.STAGGER > 0 and ME == 1:
         wait_cycles(total, cfg.STAGGER)
-    # The first step of a tile computes a dQ that is not added, from whatever is in the slot.
-    if count == 0:
-        arrive_alone(channels.ds.full.index(0))
+    if cfg.IS_PERSISTENT:  # dK and dV of the previous tile have left the ring of dS
+        tma.store_wait(0)
+        fence_async_shared()
+        sync_warps()
+        if count > 0:
+            channels.ds.release_operand(i + count - 1)
+    # The first slot has the dS of no step, and the dQ that is computed from it is not added.
+    arrive_alone(channels.ds.full.index((i + count) % 2))
     sync_warps()  # otherwise the compiler inserts a barrier into the loop
     HAS_MASKED_END: gl.constexpr = ends_masked(cfg)
     added = 0  # block of the workspace in the previous step
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
-        if cfg.IS_PERSISTENT:  # read again, as after the loop
-            work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
         h = work.kv_head * sizes.group + g
         base = h * sizes.blocks + work.first_block  # first block of the head in the workspace
         slope = alibi_slope(work.b, h, score, cfg)
@@ -555,8 +550,6 @@ def query_loop(
             i += 1
             m = next_block(m, cfg)
         if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_LISTS:
-            if lacks_registers(cfg):
-                keys = keys_of(ME, listed, work, mask, opaque_zero(i), cfg)
             for _ in range(after):
                 s, lse, sums, added = step(
                     ME, s, lse, sums, added, count, i, total, m, base, slope, draws, keys, v,
@@ -566,13 +559,14 @@ def query_loop(
                 m = next_block(m, cfg)
     if cfg.IS_PERSISTENT:
         channels.v.release_operand(0)
-    channels.ds.acquire(i)  # the first step of the next tile releases it
+    j = i + count
+    channels.ds.acquire(j)
     # (64, piece_columns)
-    dq = issue_dq(ME, whole_tile(channels.k, 0), i, channels.ds.tiles, cfg)
+    dq = issue_dq(ME, whole_tile(channels.k, 0), j, channels.ds.tiles, cfg)
     dq = warpgroup_mma_wait(0, deps=[dq])
     if cfg.IS_PERSISTENT:
         channels.k.release_operand(0)
-    emit_dq(ME, dq, i + count, added, outputs, channels.staging, cfg)
+    emit_dq(ME, dq, j, added, outputs, channels.staging, cfg)
     return sums, i
 
 
@@ -586,7 +580,7 @@ def step(
     """
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
-    if lacks_registers(cfg):
+    if cfg.IS_PERSISTENT:
         i = natural(i)
     all_keys = whole_tile(channels.k, zero)
     k = own_rows(ME, channels.k, zero, False, cfg)
@@ -605,10 +599,7 @@ def step(
         scale = after_products(scale, i)
     if not cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i, cfg)
-    first_key = work.n0 + ME * CONSUMER_ROWS
-    if cfg.HAS_ALIBI:
-        first_key += zero  # no registers keep its distances
-    place = Place(work.b, draws.h, first_key, m * cfg.BLOCK_M)
+    place = Place(work.b, draws.h, work.n0 + ME * CONSUMER_ROWS, m * cfg.BLOCK_M)
     kept = kept_by_dropout(ME, m, draws, work, cfg)
     p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, IS_MASKED, cfg)
     p = kept_probabilities(p, dtype, cfg)
@@ -627,7 +618,7 @@ def end_of_step(
     """The part of a step after P, and dQ of the previous step."""
     dtype: gl.constexpr = p.dtype
     PARTS: gl.constexpr = products_along(cfg)
-    # Uses of the ring of dQ, of which each tile's first one belongs to no step.
+    # Uses of the rings of dS and dQ, of which each tile's first one belongs to no step.
     j = natural(i + count) if cfg.IS_PERSISTENT else i
     # (64, BLOCK_D), (64, TAIL_D), as dK
     dv, dv_tail = add_product(p, channels.dout, i, sums.dv, sums.dv_tail, cfg)
@@ -639,17 +630,17 @@ def end_of_step(
     ds = score_gradient(factor, dp, minus_delta, cfg).to(dtype)
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
-        channels.ds.acquire(i)
-        dq = issue_dq(ME, all_keys, i, channels.ds.tiles, cfg)
-    await_empty(channels.ds, i + 1)
-    shared_half(ME, channels.ds.tiles, i + 1, cfg).store(ds)
+        channels.ds.acquire(j)
+        dq = issue_dq(ME, all_keys, j, channels.ds.tiles, cfg)
+    await_empty(channels.ds, j + 1)
+    shared_half(ME, channels.ds.tiles, j + 1, cfg).store(ds)
     fence_async_shared()
     if not cfg.IS_DQ_FIRST:
-        channels.ds.acquire(i)
+        channels.ds.acquire(j)
     sync_warps()
-    arrive_alone(channels.ds.full.index((i + 1) % 2))
+    arrive_alone(channels.ds.full.index((j + 1) % 2))
     if not cfg.IS_DQ_FIRST:
-        dq = issue_dq(ME, all_keys, i, channels.ds.tiles, cfg)
+        dq = issue_dq(ME, all_keys, j, channels.ds.tiles, cfg)
     if PARTS == 1:
         dv = warpgroup_mma_wait(2, deps=[dv])
     else:
@@ -663,7 +654,7 @@ def end_of_step(
         dk, dq = warpgroup_mma_wait(1, deps=[dk, dq])
     else:
         dk, dk_tail, dq = warpgroup_mma_wait(2, deps=[dk, dk_tail, dq])
-    channels.ds.release_operand(i)
+    channels.ds.release_operand(j)
     if cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i + 1, cfg)
     channels.q.release_operand(i)  # S^T (a step ago) and dK have read it; lse went into dV
@@ -674,10 +665,8 @@ def end_of_step(
 
 @gluon.jit
 def natural(i):
-    """`i`, of which the compiler then knows that it and i + 1 are not negative, so that halves are
-    shifts. It also keeps no addresses that grow with `i` in registers.
-    """
-    return i & 0x3FFFFFFF
+    """`i`, which is not negative, as the compiler then knows: halves are shifts."""
+    return i & 0x7FFFFFFF
 
 
 @gluon.jit
@@ -803,7 +792,9 @@ def store_gradients(
         row = work.n0 + ME * CONSUMER_ROWS
         tiles = through_ds(channels.ds, cfg)
         store_rows(sums.dv, tiles.index(ME), row, 0, dv.tiles, plain.dv, cfg.DV, work, sizes, cfg)
-        tile = tiles.index(2 + ME)
+        if tiles.shape[0] == 2:
+            tma.store_wait(0)
+        tile = tiles.index(tiles.shape[0] - 2 + ME)
         store_rows(x, tile, row, 0, dk.tiles, plain.dk, cfg.D, work, sizes, cfg)
     else:
         store_gradient(ME, sums.dv, False, channels.dout, dv, plain.dv, cfg.DV, work, sizes, cfg)
@@ -818,9 +809,7 @@ def store_gradients(
 
 @gluon.jit
 def through_ds(ds, cfg: gl.constexpr):
-    """The ring of dS as tiles (1, 64, 1, BLOCK_D). The first four are in the halves of the keys of
-    consumers 0, 1, 0 and 1, so that none waits for the other's dK and dV before it stores dS^T.
-    """
+    """The ring of dS as tiles (1, 64, 1, BLOCK_D): two, or more."""
     TILES: gl.constexpr = 4 * cfg.BLOCK_M // cfg.BLOCK_D
     shape: gl.constexpr = [TILES, 1, CONSUMER_ROWS, 1, cfg.BLOCK_D]
     return recast(ds.tiles, ds.tiles.dtype, shape, shared_rows(cfg.BLOCK_D))

@@ -11,8 +11,8 @@ are loaded as slots become free; dK and dV leave through the ring of dS, which o
 
 The barriers. Use `i` of a ring is in slot `i % SLOTS` and has the parity of its round,
 `i // SLOTS`: a wait for full passes it, a wait for empty the other one. "Step" counts the steps of
-all tiles of a program, "1 + step" has one use before them, which belongs to no step, and
-"step + tile" one for each tile.
+all tiles of a program, and "step + 1" one more for each tile: the first use of a tile belongs to no
+step.
 
 | barrier | who arrives | who waits | use |
 |---|---|---|---|
@@ -26,10 +26,10 @@ all tiles of a program, "1 + step" has one use before them, which belongs to no 
 | dout empty | both, after dP^T and dV | producer | step |
 | FIRST_BARRIER + 1 + c | all warps of consumer c | the same: rows are cleared | |
 | up to 128 columns: | | | |
-| ds full | both consumers: each stores dS^T of its keys | both, before dQ | 1 + step |
-| ds empty | both, after dQ; of a last step, in the next tile | both, before dS^T | 1 + step |
-| staging full | both: each stores its piece of dQ | the writer of the step | step + tile |
-| staging empty | the writer, after the addition has read it | both consumers | step + tile |
+| ds full | both consumers: each stores dS^T of its keys | both, before dQ | step + 1 |
+| ds empty | both, after dQ; after a last step, when dK and dV left | both, before dS^T | step + 1 |
+| staging full | both: each stores its piece of dQ | the writer of the step | step + 1 |
+| staging empty | the writer, after the addition has read it | both consumers | step + 1 |
 | FIRST_BARRIER | both, after the last dQ: dK and dV take slots of dS, or Q and dO | both | tile |
 | above: | | | |
 | p full | value consumer; dS^T of the last step was read | key consumer | step |

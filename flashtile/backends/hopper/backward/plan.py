@@ -60,9 +60,9 @@ TILES = {
 # score function or for dropout.
 FEWER_QUERIES = BackwardTile(64, 128, 2, 2, False)
 
-# The most steps of a tile of 64 columns, on average, with which persistent programs are faster:
+# The most steps of a tile, on average, with which persistent programs are faster, by columns:
 # estimated from calls with 4 to 64 steps on an H200.
-MOST_STEPS = 32
+MOST_STEPS = {64: 32, 128: 20}
 
 # With fewer tiles of a head, too many of the programs of two phases would have no tile.
 FEWEST_IN_PHASES = 8
@@ -205,16 +205,17 @@ def is_persistent(problem: AttentionProblem) -> bool:
 
     Where consumers add dQ from their registers, it made calls 6 to 12 % slower. Score functions
     leave no registers for it. Ordered additions number the programs in the order in which they
-    start. At 128 columns short loops gained 3 %, but spilled twice as much. Tiles with tails were
-    not tried, nor lists and parts of sequences, whose tiles that no query sees are written, too.
+    start. Tiles with tails were not tried, nor lists and parts of sequences, whose tiles that no
+    query sees are written, too.
     """
     options = problem.options
     is_other = options.deterministic or bool(options.score_mod) or adds_from_registers(problem)
     is_other = is_other or has_lists(problem) or problem.runs > 0
-    if is_other or padded_columns(problem) != 64:
+    if is_other or padded_columns(problem) not in MOST_STEPS:
         return False
     lengths = tile_lengths(problem, problem.M, problem.N)
-    return problem.group * sum(lengths) <= MOST_STEPS * len(lengths)
+    most = MOST_STEPS[padded_columns(problem)] * len(lengths)
+    return problem.group * sum(lengths) <= most
 
 
 def dq_columns(problem: AttentionProblem, columns: int) -> int:
