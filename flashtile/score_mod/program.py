@@ -124,7 +124,7 @@ def fact(function: _Function) -> _Function:
         return cached(*arguments, **named)
 
     # As `torch.compiler.assume_constant_result` does, which first imports the compiler.
-    known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a mark on a function
     return cast(_Function, known)
 
 

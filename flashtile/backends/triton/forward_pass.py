@@ -257,7 +257,7 @@ def first_sums(sink_ptr, h, part, cfg: tl.constexpr):
     sums = row_max, row_sum
     if cfg.HAS_STATISTICS:
         largest, weighted = tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros_like(row_sum)
-        sums = row_max, row_sum, largest, weighted  # type: ignore[assignment]
+        sums = row_max, row_sum, largest, weighted  # type: ignore[assignment]  # more fields
     return sums
 
 
