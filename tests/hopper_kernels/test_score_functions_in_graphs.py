@@ -11,7 +11,7 @@ import flashtile
 from flashtile.gpu.described import TARGETS, representing
 from flashtile.problem import Options
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="the package triton is not installed")
 
 
 class _Recorded(Exception):
