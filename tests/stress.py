@@ -1,6 +1,6 @@
 """Long runs of calls, in a process that can be killed when a kernel never ends.
 
-    python tests/stress.py repeats HEAD_DIM DROPOUT_P COUNT
+    python tests/stress.py repeats HEAD_DIM DROPOUT_P DTYPE COUNT
     python tests/stress.py alone NUMBER FOLDER
     python tests/stress.py threads COUNT FOLDER
 
@@ -52,7 +52,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """A call in bfloat16; its tensors come from its seed."""
+    """A call; its tensors come from its seed."""
 
     head_dim: int
     packed: bool
@@ -64,6 +64,7 @@ class Call:
     wanted: str = "qkv"  # the tensors that require a gradient
     deterministic: bool = True
     dropout_p: float = 0.0  # each call draws the mask of the seed
+    dtype: torch.dtype = torch.bfloat16
     decodes: bool = False  # also a decoding step, with append and rotary embedding, and a rotation
     seed: int = 0
 
@@ -72,7 +73,7 @@ class Call:
         g, (Hq, Hk) = generator(self.seed), self.heads
         rows, keys = ((sum(LENGTHS),),) * 2 if self.packed else ((2, self.M), (2, self.N))
         shapes = [(*rows, Hq), (*keys, Hk), (*keys, Hk), (*rows, Hq)]
-        made = [normal(g, *shape, self.head_dim, dtype=torch.bfloat16) for shape in shapes]
+        made = [normal(g, *shape, self.head_dim, dtype=self.dtype) for shape in shapes]
         return [strided(x.to(device), self.layout) for x in made]
 
     def function(self, dense: Callable[..., Any], packed: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,12 +162,12 @@ class Load:
                     torch.empty(size << 10, device=DEVICE).normal_()
 
 
-def repeats(head_dim: int, dropout_p: float, count: int) -> None:
+def repeats(head_dim: int, dropout_p: float, dtype: torch.dtype, count: int) -> None:
     """`count` times each call: bitwise equal, but the default dQ only within the rule."""
     for packed, causal in ((False, True), (True, True), (False, False)):
-        call = Call(head_dim, packed=packed, causal=causal, dropout_p=dropout_p)
-        truth, plain = call.reference(torch.float64), call.reference(torch.bfloat16)
-        allowed = {x: allowed_error(torch.bfloat16, truth[x], plain[x]) for x in truth}
+        call = Call(head_dim, packed=packed, causal=causal, dropout_p=dropout_p, dtype=dtype)
+        truth, plain = call.reference(torch.float64), call.reference(dtype)
+        allowed = {x: allowed_error(dtype, truth[x], plain[x]) for x in truth}
         truth = {name: x.to(DEVICE) for name, x in truth.items()}
         for deterministic in (True, False):
             what = f"head dim {head_dim}, {call}, deterministic={deterministic}"
@@ -333,7 +334,8 @@ def main(mode: str, *arguments: str) -> None:
     for owner, name, replacement in poisoned_makers():
         setattr(owner, name, replacement)
     if mode == "repeats":
-        repeats(int(arguments[0]), float(arguments[1]), int(arguments[2]))
+        head_dim, dropout_p, dtype, count = arguments
+        repeats(int(head_dim), float(dropout_p), getattr(torch, dtype), int(count))
     else:
         {"alone": alone, "threads": threads}[mode](int(arguments[0]), Path(arguments[1]))
 

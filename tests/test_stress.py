@@ -33,7 +33,13 @@ SMALL = Call(16, packed=False, causal=True, M=30, N=40, heads=(2, 1))
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_repeats_under_load_agree(head_dim: int, dropout_p: float) -> None:
-    output_of(SCRIPT, "repeats", head_dim, dropout_p, REPEATS, seconds=SECONDS)
+    output_of(SCRIPT, "repeats", head_dim, dropout_p, "bfloat16", REPEATS, seconds=SECONDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats_in_float32_agree(head_dim: int) -> None:
+    output_of(SCRIPT, "repeats", head_dim, 0.0, "float32", REPEATS, seconds=SECONDS)
 
 
 @pytest.mark.gpu
@@ -103,7 +109,7 @@ def test_first_results_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "reference", lambda self, dtype: {"out": torch.zeros(1)})
     monkeypatch.setattr(Call, "prepared", lambda self, _: lambda: {"out": torch.ones(1)})
     with pytest.raises(AssertionError, match=r"errors \{'out': 1.0\}"):
-        stress.repeats(16, 0.0, 1)
+        stress.repeats(16, 0.0, torch.bfloat16, 1)
 
 
 @pytest.mark.usefixtures("on_the_cpu")
