@@ -252,14 +252,25 @@ def _run_backward(
             gradients = backend.backward(problem, operands, out, lse, dout, dlse)
         if problem.options.batch_invariant and checks_everything():
             check_gradient_bits(backend.backward, problem, tensors, gradients)
-    return gradients
+        return _with_score_gradients(gradients, problem, operands, out, lse, dout, dlse)
+
+
+def _with_score_gradients(gradients: Gradients, problem: AttentionProblem, *call: Any) -> Gradients:
+    """The gradients of a backward, with those of tensors that scores read, if it left them out."""
+    if not problem.has_score_gradients or gradients.has_those_of_scores:
+        return gradients
+    others = backends.score_gradients().gradients_of_scores(problem, *call)
+    found = (y if x is None else x for x, y in zip(gradients, others, strict=True))
+    return Gradients(*found)  # type: ignore[arg-type]  # its fields
 
 
 def _describe_backward(problem: AttentionProblem, operands: Operands) -> None:
     """The backward of a call, with tensors that have no memory."""
     described = operands.without_memory()
     out, lse = _fake_forward(*described, *problem.options)
-    backends.BACKENDS[problem.options.backend].backward(problem, described, out, lse, out, None)
+    call = described, out, lse, out, None
+    gradients = backends.BACKENDS[problem.options.backend].backward(problem, *call)
+    _with_score_gradients(gradients, problem, *call)
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -497,7 +508,8 @@ class DirectAttention(torch.autograd.Function):
             given = (dout, dlse, *saved[-2:], problem.bias_needs_grad, *operands, *problem.options)
             return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
         tensors = (*operands, *saved[-2:], dout, dlse)
-        if forward is None or problem.options.batch_invariant or is_any_autocast_on():
+        is_plain = not problem.options.batch_invariant and not problem.has_score_gradients
+        if forward is None or not is_plain or is_any_autocast_on():
             gradients = _run_backward(problem, tensors, present, forward)
         else:
             gradients = forward.backward(tensors, present)

@@ -44,6 +44,12 @@ class Gradients(NamedTuple):
     dalibi_slopes: Tensor | None = None
     drelative_bias: Tensor | None = None
 
+    @property
+    def has_those_of_scores(self) -> bool:
+        """Whether it has gradients of tensors that scores read."""
+        of_scores = self.dbias, self.dcaptured, self.dalibi_slopes, self.drelative_bias
+        return any(x is not None for x in of_scores)
+
 
 Tensors = tuple[Tensor | None, ...]
 Results = tuple[Tensor, Tensor]  # (out, lse)
@@ -132,6 +138,23 @@ class Measurer(Protocol):
         """Add the probabilities of each key to `into`, (batch, heads, seq_k) or (heads, total_k),
         which is 0.
         """
+
+
+class ScoreGradients(Protocol):
+    """The further interface of a backend that computes the gradients of tensors that scores read
+    (`AttentionProblem.has_score_gradients`) for one whose backward leaves them out.
+    """
+
+    def gradients_of_scores(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> Gradients:
+        """These gradients; those of q, k and v are None."""
 
 
 class IndexChecker(Protocol):

@@ -260,6 +260,15 @@ class AttentionProblem(NamedTuple):
         return is_bounded and not has_all_keys
 
     @property
+    def has_score_gradients(self) -> bool:
+        """Whether a tensor that scores read needs a gradient: the bias, ALiBi's slopes, the
+        relative bias or what a score function captures.
+        """
+        options = self.options
+        by_distance = options.alibi_needs_grad or options.relative_bias_needs_grad
+        return self.bias_needs_grad or by_distance or captured_needs_grad(options)
+
+    @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.Hq // self.Hk

@@ -10,7 +10,7 @@ from typing import Literal, cast
 
 import torch
 
-from ..backend_interface import Appender, Backend, ForwardMode, IndexChecker
+from ..backend_interface import Appender, Backend, ForwardMode, IndexChecker, ScoreGradients
 from . import cpu
 
 BackendName = Literal["cpu", "hopper", "triton"]  # the folders here
@@ -57,6 +57,11 @@ def index_checker(name: str) -> IndexChecker | None:
     """The backend `name`, if it is an `IndexChecker`."""
     module = BACKENDS[name]
     return cast(IndexChecker, module) if hasattr(module, "check_indices") else None
+
+
+def score_gradients() -> ScoreGradients:
+    """The backend with the gradients of what scores read, if that of a backward lacks them."""
+    return cast(ScoreGradients, BACKENDS["triton"])
 
 
 def forward_mode(device_type: str) -> ForwardMode | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import FLOAT8, AttentionProblem, dtype_name
+from ..problem import FLOAT8, AttentionProblem, captured_needs_grad, dtype_name
 
 
 def dtype_reasons(problem: AttentionProblem, dtypes: tuple[torch.dtype, ...]) -> list[str]:
@@ -60,17 +60,9 @@ def score_mod_reasons(problem: AttentionProblem) -> list[str]:
         missing = untranslatable(text)
         if missing:
             return [f"{missing} in a score_mod or its derivative (on a CPU)"]
+    if options.deterministic and captured_needs_grad(options):
+        return ["deterministic gradients of what a score_mod captures (on a CPU)"]
     return []
-
-
-def distance_reasons(problem: AttentionProblem) -> list[str]:
-    """For a backend without `relative_bias` and gradients of ALiBi's slopes."""
-    found = []
-    if problem.relative_distance is not None:
-        found.append("a relative_bias (this backend: bias)")
-    if problem.options.alibi_needs_grad:
-        found.append("gradients of alibi_slopes (this backend: detached slopes)")
-    return found
 
 
 def invariance_reasons(problem: AttentionProblem) -> list[str]:

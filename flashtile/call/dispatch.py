@@ -130,12 +130,18 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
 
 
 def _select(problem: AttentionProblem, name: str | None) -> str:
-    refusals = []
+    refusals, last = [], ""
     for candidate in (name,) if name else ORDER:
-        reasons = BACKENDS[candidate].unsupported_reasons(problem)
-        if not reasons:
+        backend: Any = BACKENDS[candidate]
+        reasons = backend.unsupported_reasons(problem)
+        if reasons:
+            refusals.append(f"  {candidate}: " + "; ".join(reasons))
+        elif not name and hasattr(backend, "defers") and backend.defers(problem):
+            last = candidate  # if no other one can
+        else:
             return candidate
-        refusals.append(f"  {candidate}: " + "; ".join(reasons))
+    if last:
+        return last
     subject = f"backend {name!r} cannot" if name else "no backend can"
     raise NotImplementedError(f"{subject} run this call:\n" + "\n".join(refusals))
 

@@ -36,6 +36,9 @@ from ..score_mod.program import (
 # On what a number of a tile depends: its query, its key, and the difference of both. Without the
 # first or the second, a tile has one number for each key, or for each query.
 QUERY, KEY, DIFFERENCE = "i", "j", "d"
+# The keys of a sequence less its queries, of programs that only Gluon's kernels run: query i is at
+# the position of key i + shift.
+SHIFT = "shift"
 Axes = frozenset[str]
 Bounds = tuple[str, str]
 
@@ -69,7 +72,7 @@ class Facts:
         """The least and the greatest value of an index in a tile, as expressions of `corners`; None
         if they are not known.
         """
-        if isinstance(x, int):
+        if isinstance(x, int) or x == SHIFT:
             return f"{x}", f"{x}"
         if x in ("i", "j"):
             of = "row" if x == "i" else "key"
@@ -226,7 +229,7 @@ TYPES = {
 SCORE, GRADIENT = KINDS = "score", "gradient"
 _INPUTS = {SCORE: (), GRADIENT: ("g",)}
 # i and j less the same number, d = j - i, and this in float32.
-_DISTANCE = ("i0", "j0", "d", "distance")
+_DISTANCE = ("i0", "j0", "d", "distance", SHIFT)
 
 
 class Corners(NamedTuple):
@@ -363,7 +366,7 @@ class Writer:
             line.name: line.arguments[0] for line in program.lines if line.op == CONSTANT
         }
         self._dtypes = {Name("s"): torch.float32, Name("g"): torch.float32}
-        self._dtypes |= {Name(x): torch.int32 for x in (*INDICES, "d")}
+        self._dtypes |= {Name(x): torch.int32 for x in (*INDICES, "d", SHIFT)}
         self._of_scores = {Name("s")}
         for line in program.lines:
             if not self._of_scores.isdisjoint(line.names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
         (*program.lines, *conversion.lines), gradient, tuple(zip(wanted, others, strict=True))
     )
     return str(found.without_unused())
+
+
+@fact
+def by_score(text: str) -> str:
+    """The program of a derivative without the gradients of captured values."""
+    return str(replace(parsed(text), captured=()).without_unused()) if text else ""
 
 
 def _recorded(program: Program, dtypes: dict[str, torch.dtype], wanted: list[str]) -> fx.Graph:

@@ -155,6 +155,20 @@ def test_options_of_packed_sequences(options, seed):
     check_varlen(LENGTHS_Q, LENGTHS_K, PACKED, as_named(options), torch.bfloat16, BACKEND, seed)
 
 
+READ_BY_SCORES = (
+    *("relative bias", "relative bias of all distances", "relative bias of one number + causal"),
+    *("relative bias + softcap + sink", "learned alibi", "learned alibi for each batch + causal"),
+)
+
+
+@pytest.mark.parametrize("options", READ_BY_SCORES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_gradients_of_what_scores_read(D, options, seed):
+    """Triton's kernels add them to the gradients of Hopper's."""
+    check_dense(SIZES._replace(D=D), options, torch.bfloat16, BACKEND, seed)
+    check_varlen(LENGTHS_Q, LENGTHS_K, PACKED._replace(D=D), options, torch.bfloat16, BACKEND, seed)
+
+
 @pytest.mark.parametrize(
     ("M", "N"), [(65, 1), (65, 65), (129, 127), (300, 70), (70, 300), (256, 256), (193, 1000)]
 )

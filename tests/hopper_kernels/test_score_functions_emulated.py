@@ -11,8 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
 
+from flashtile.backends.hopper.relative_bias import with_program, with_table
 from flashtile.call.layouts import Dense, Layout, Packed
+from flashtile.call.prepare import describe
 from flashtile.masks import Spans
+from flashtile.problem import AttentionProblem, Operands
 from flashtile.testing import alibi_slopes, generator, normal
 
 from . import emulator
@@ -32,7 +35,11 @@ def check(
             patch.setitem(emulator.LANGUAGE, name, value)
         if passes is forward:
             forward.say_more(patch)
-        passes.check(*described(tensors, layout, given), given, packed, seed, **how)
+        make = described if "score_mod" in given else describe
+        operands, options = make(tensors, layout, given)
+        options = with_program(AttentionProblem.of(operands, options)).options
+        operands = Operands(*with_table(operands))
+        passes.check(operands, options, given, packed, seed, **how)
 
 
 @pytest.mark.parametrize("passes", [forward, backward], ids=["forward", "backward"])
@@ -102,3 +109,37 @@ def test_rows_that_the_function_hides() -> None:
     hidden = {"score_mod": lambda s, b, h, i, j: torch.where(j < seen[i], s, -torch.inf)}
     for passes in (forward, backward):
         check(passes, tensors, Dense(), hidden, 7)
+
+
+# Tables of other dtypes; distances from the position of a query, which is not its row.
+RELATIVE: dict[str, dict[str, Any]] = {
+    "near": {"relative_bias": normal(generator(5), 2, 61)},
+    "float16": {"relative_bias": normal(generator(6), 2, 1201, dtype=torch.float16)},
+    "causal": {"relative_bias": normal(generator(7), 2, 257, dtype=torch.bfloat16), "causal": True},
+    "one number": {"relative_bias": normal(generator(8), 2, 1), "softcap": 3.0},
+    "function": {
+        "relative_bias": normal(generator(9), 2, 81).mT.contiguous().mT,
+        "score_mod": FUNCTIONS["softcap"],
+        "alibi_slopes": alibi_slopes(generator(3), 2),
+        "window_size": (90, 30),
+    },
+}
+
+
+@pytest.mark.parametrize("passes", [forward, backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    one_kind_each(RELATIVE, [(64, 150, 200), (128, 200, 150), (96, 129, 129)]),
+    ids=str,
+)
+def test_a_relative_bias(case: str, sizes: tuple[int, int, int], passes: Any) -> None:
+    head_dim, M, N = sizes
+    tensors = dense_inputs(8, "contiguous", {"B": 2, "M": M, "N": N, "Hq": 2, "D": head_dim})
+    check(passes, tensors, Dense(), RELATIVE[case], 8)
+
+
+@pytest.mark.parametrize("passes", [forward, backward], ids=["forward", "backward"])
+def test_a_relative_bias_of_packed_sequences(passes: Any) -> None:
+    tensors, layout, counts = packed_inputs(4, 64, [70, 0, 1, 129], [130, 40, 0, 165], {})
+    table = normal(generator(5), tensors[0].shape[-2], 61)
+    check(passes, tensors, layout, {"relative_bias": table, **counts}, 4)

@@ -324,3 +324,33 @@ def test_the_forward_with_statistics_is_tritons(
     assert found.chosen == chosen
     says_why = "scores and entropies (this backend: the backward)" in str(found)
     assert says_why == (chosen == "triton")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_relative_bias_is_tritons_unless_the_caller_names_hopper(
+    monkeypatch: pytest.MonkeyPatch, needs_grad: bool
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
+    clear_caches()
+    with FakeTensorMode():
+        q = torch.empty(2, 512, 4, 64, dtype=torch.bfloat16, device="cuda")
+        table = torch.empty(4, 257, device="cuda", requires_grad=needs_grad)
+        for backend in (None, "hopper"):
+            found = flashtile.explain(q, q, q, relative_bias=table, backend=backend)
+            assert found.chosen == (backend or "triton")
+            assert "hopper: yes" in str(found)
+
+
+def test_numbers_that_a_relative_bias_would_displace(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
+    clear_caches()
+    q = torch.empty(2, 128, 4, 64, dtype=torch.bfloat16, device="meta")
+    options = Options(128, 128, 0.1, score_mod="t: float32 = values(0, (4,), h)\nreturn t")
+    call = AttentionProblem.of(Operands(q, q, q, relative_bias=torch.empty(4, 9)), options)
+    call = call._replace(device_type="cuda", capability=(9, 0))
+    with pytest.raises(NotImplementedError, match="with a score_mod that captures numbers"):
+        dispatch.select(call, "hopper")

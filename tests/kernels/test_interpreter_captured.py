@@ -42,7 +42,11 @@ def everything(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Ten
 
 
 def gradients(
-    module: Any, call: Call, dtype: torch.dtype, function: ScoreFunction = everything
+    module: Any,
+    call: Call,
+    dtype: torch.dtype,
+    function: ScoreFunction = everything,
+    which: str = "backward",
 ) -> Gradients:
     """The gradients that a backend computes, for inputs in `dtype`."""
     operands, options = call
@@ -57,8 +61,9 @@ def gradients(
     problem = AttentionProblem.of(operands, options)
     out, lse = module.forward(problem, operands)
     dout = torch.randn(out.shape, generator=generator(4), dtype=torch.float64)
-    found: Gradients = module.backward(problem, operands, out, lse, dout.half().to(out.dtype), None)
-    return found
+    given = problem, operands, out, lse, dout.half().to(out.dtype), None
+    result: Gradients = getattr(module, which)(*given)
+    return result
 
 
 def near_and_far(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -103,3 +108,11 @@ def test_hidden_scores_have_no_gradient(seed: int) -> None:
     for name in ("dq", "dk", "dv", "dcaptured"):
         x, y = getattr(got, name), getattr(truth, name)
         torch.testing.assert_close(x.double(), y.double(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["packed", "softcap"])
+def test_alone_for_another_backend(name: str, seed: int) -> None:
+    call = CASES[name](generator(seed), torch.float16)
+    alone = gradients(backend, call, torch.float32, which="gradients_of_scores")
+    assert alone[:3] == (None, None, None)
+    assert torch.equal(alone.dcaptured, gradients(backend, call, torch.float32).dcaptured)

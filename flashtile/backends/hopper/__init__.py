@@ -14,10 +14,12 @@ from ...problem import AttentionProblem, Operands
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
+from .relative_bias import relative_bias_reasons, with_program, with_table
 
 __all__ = [
     "HINTS",
     "backward",
+    "defers",
     "describe_plan",
     "forward",
     "prepared_backward",
@@ -35,13 +37,20 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
         return ["batch_invariant (the triton backend has tiles for every call)"]
     if problem.options.k_unpack:
         return ["a cache_format (the triton backend has its tiles)"]
+    reasons, problem = relative_bias_reasons(problem), with_program(problem)
     if problem.dtype == float8.DTYPE:
-        return float8.float8_reasons(problem)
-    return plan.unsupported_reasons(problem) + backward_reasons(problem)
+        return reasons + float8.float8_reasons(problem)
+    return reasons + plan.unsupported_reasons(problem) + backward_reasons(problem)
+
+
+def defers(problem: AttentionProblem) -> bool:
+    """Whether Triton's kernels come first, because nobody has measured which ones are faster."""
+    return problem.relative_distance is not None or problem.has_score_gradients
 
 
 def describe_plan(problem: AttentionProblem) -> str:
     """The plan as text, for `explain`."""
+    problem = with_program(problem)
     if problem.dtype == float8.DTYPE:
         return float8.describe_float8(problem)
     return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
@@ -55,14 +64,18 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
         return float8_launch.forward(problem, operands)
     from .forward import launch
 
-    return launch.forward(problem, operands, into)
+    operands = Operands(*with_table(operands))  # type: ignore[arg-type]  # its fields
+    return launch.forward(with_program(problem), operands, into)
 
 
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """The forward of calls like one that has been made; None if it was not prepared."""
     from .forward import launch
 
-    return launch.prepared_forward(problem, tensors)
+    run = launch.prepared_forward(with_program(problem), with_table(tensors))
+    if run is None or problem.relative_distance is None:
+        return run
+    return lambda tensors: run(with_table(tensors))
 
 
 def backward(
@@ -77,14 +90,18 @@ def backward(
     """Gradients of a problem."""
     from .backward import launch
 
-    return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
+    operands = Operands(*with_table(operands))  # type: ignore[arg-type]  # its fields
+    return launch.backward(with_program(problem), operands, out, lse, dout, dlse, add_to)
 
 
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
     """The backward of calls like one that has been made; None if it was not prepared."""
     from .backward import launch
 
-    return launch.prepared_backward(problem, tensors)
+    run = launch.prepared_backward(with_program(problem), with_table(tensors))
+    if run is None or problem.relative_distance is None:
+        return run
+    return lambda tensors: run(with_table(tensors))
 
 
 def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:

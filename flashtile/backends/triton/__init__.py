@@ -25,6 +25,7 @@ __all__ = [
     "column_sums",
     "describe_plan",
     "forward",
+    "gradients_of_scores",
     "prepared_backward",
     "prepared_forward",
     "probabilities",
@@ -132,6 +133,20 @@ def backward(
     from . import launch
 
     return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
+
+
+def gradients_of_scores(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """The gradients of tensors that scores read: `backend_interface.ScoreGradients`."""
+    from . import launch
+
+    return launch.gradients_of_scores(problem, operands, out, lse, dout, dlse)
 
 
 def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:

@@ -57,9 +57,9 @@ OPERANDS = len(Operands._fields)
 class BackwardBuffers(NamedTuple):
     """What the kernels of a backward write to."""
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Any  # tensors, all three None if only the gradients of what scores read are computed
+    dk: Any
+    dv: Any
     # As `lse`; None if no kernel reads them.
     delta: Tensor | None = None
     pivot: Tensor | None = None  # or twice as large: see `backward_pass.delta_kernel`
@@ -159,7 +159,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
         "delta_ptr": made.delta,
         **common,
     }
-    if planned.short is not None:
+    if planned.short is not None and made.dq is not None:
         arguments = {
             **shared,
             **row_arguments(dq=made.dq, dk=made.dk, dv=made.dv),
@@ -179,11 +179,11 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
         launches.append(row_sums_launch(problem, q, k, sink, made, common, planned.scores))
     passes: list[tuple[Any, KernelPlan, dict[str, Any]]] = [
         (key_gradient_kernel, planned.keys, {"HAS_DK": True, "HAS_DV": planned.values is None}),
-        (query_gradient_kernel, planned.queries, row_arguments(dq=made.dq)),
+        (query_gradient_kernel, planned.queries, {}),
     ]
     if planned.values is not None:
         passes.insert(1, (key_gradient_kernel, planned.values, {"HAS_DK": False, "HAS_DV": True}))
-    for kernel, kernel_plan, own in passes:
+    for kernel, kernel_plan, own in passes if made.dq is not None else []:
         config, by_keys = kernel_plan.config, kernel is key_gradient_kernel
         own["lists"] = NO_LISTS
         if problem.block_tile is not None or (problem.spans and by_keys):
@@ -193,6 +193,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             own |= row_arguments(dk=made.dk, dv=made.dv)
             programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
         else:
+            own |= row_arguments(dq=made.dq)
             own["IS_ADDED"] = problem.is_partial and not problem.has_whole_queries
             programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
         arguments = {**shared, **own, "cfg": config}

@@ -40,6 +40,7 @@ from .plan import has_large_scores, is_short, plan, splits_of
 from .score_gradients import gradients_of
 
 PASS, BACKWARD = "triton forward", "triton backward"
+OF_SCORES = "triton gradients of what scores read"
 SINK = Operands._fields.index("sink")
 
 
@@ -166,10 +167,32 @@ def _backward(
     return _gradients(problem, operands, lse, _named(new, made))
 
 
+def gradients_of_scores(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """The gradients of tensors that scores read; those of q, k and v are None."""
+    new = _backward_allocators(problem, operands, operands.k.dtype)
+    new = {name: x for name, x in new.items() if name not in ("dq", "dk", "dv")}
+
+    def describe(given: Tensors, made: Tensors) -> list[Launch]:
+        return backward_launches(problem, given, _named(new, made))
+
+    given = (*operands, out, lse.contiguous(), dout, dlse)
+    made = allocate_and_run_all(
+        OF_SCORES, problem, given, lambda: list(new.values()), describe, lambda: None
+    )
+    return _gradients(problem, operands, lse, _named(new, made))
+
+
 def _named(names: Iterable[str], made: Tensors) -> BackwardBuffers:
     """What `_backward_allocators` have made, by name."""
-    # Only optional buffers are None, which mypy does not see.
-    return BackwardBuffers(**dict(zip(names, made, strict=True)))  # type: ignore[arg-type]
+    found: dict[str, Any] = dict.fromkeys(("dq", "dk", "dv"))
+    return BackwardBuffers(**found | dict(zip(names, made, strict=True)))
 
 
 def _gradients(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...gpu import hardware
-from ...problem import AttentionProblem, captured_needs_grad
+from ...problem import AttentionProblem
 from ..reasons import (
     dotted,
     dtype_reasons,
@@ -47,8 +47,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     if problem.runs and (options.alibi_needs_grad or options.relative_bias_needs_grad):
         names = "alibi_slopes and relative_bias"
         reasons.append(f"gradients of {names} over parts of sequences (on a CPU)")
-    if captured_needs_grad(options) and options.deterministic:
-        reasons.append("deterministic gradients of what a score_mod captures (on a CPU)")
     reasons += score_mod_reasons(problem)
     if options.batch_invariant:
         reasons += invariance_reasons(problem) + _not_invariant(problem)

@@ -248,7 +248,8 @@ def probabilities(
         capped, factor_log2 = s, scale * LOG2E
     if cfg.SCORE_MOD is not None:
         capped = capped * (score.softcap if cfg.HAS_SOFTCAP else scale)
-        exponent = modified(capped, place, score, True, cfg) * LOG2E - lse_log2[None, :]
+        s = modified(capped, place, keys.shift, score, True, cfg)
+        exponent = s * LOG2E - lse_log2[None, :]
     else:
         exponent = capped * factor_log2 - lse_log2[None, :]
     if cfg.HAS_ALIBI:
@@ -266,7 +267,7 @@ def probabilities(
         p = negative_where_dropped(p, kept)
     factor = p
     if cfg.SCORE_GRADIENT is not None:
-        factor = modified_gradient(capped, p, place, score, cfg)
+        factor = modified_gradient(capped, p, place, keys.shift, score, cfg)
         if IS_MASKED or cfg.HAS_LISTS:  # the function may give NaN; in lists past the end, too
             p, factor = without_hidden(p, factor, lse_log2)
     if cfg.HAS_SOFTCAP:

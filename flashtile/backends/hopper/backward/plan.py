@@ -16,7 +16,7 @@ from ....dropout import random_bits
 from ....gpu.hardware import Gpu
 from ....lru import memoised
 from ....problem import AttentionProblem
-from ....score_mod.derivative import UNCHANGED
+from ....score_mod.derivative import UNCHANGED, by_score
 from ..forward.plan import (
     CACHED_BYTES,
     HEAD_DIMS,
@@ -272,7 +272,7 @@ def tile_of(problem: AttentionProblem) -> BackwardTile:
     """The tile for a problem."""
     columns, options = padded_columns(problem), problem.options
     is_full = options.softcap > 0 or options.dropout_p > 0 or reads_each(options.score_mod)
-    is_full = is_full or options.score_mod_gradient not in ("", UNCHANGED)
+    is_full = is_full or by_score(options.score_mod_gradient) not in ("", UNCHANGED)
     return FEWER_QUERIES if columns == 64 and is_full else TILES[columns]
 
 

@@ -16,10 +16,9 @@ import torch
 from ....dropout import random_bits
 from ....gpu.score_source import DIFFERENCE, Writer
 from ....lru import memoised
-from ....problem import AttentionProblem, captured_needs_grad
+from ....problem import AttentionProblem
 from ....score_mod.program import INTEGERS, VALUES, fact, parsed
 from ...reasons import (
-    distance_reasons,
     dotted,
     dtype_reasons,
     head_dim_reasons,
@@ -296,7 +295,6 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += _dropout_reasons(problem)
     reasons += _span_reasons(problem)
     reasons += _score_mod_reasons(problem)
-    reasons += distance_reasons(problem)
     if problem.M < FEWEST_QUERIES:
         reasons.append(f"{problem.M} queries (at least {FEWEST_QUERIES})")
     if problem.N == 0:
@@ -329,6 +327,8 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         "a negative window side": _has_negative_side(problem),
         "a cache with packed queries": problem.layout == "packed_queries",
         "left pads or rows of a cache": problem.has_cache_rows,
+        "gradients of alibi_slopes on parts of sequences": (problem.runs > 0 or problem.is_partial)
+        and problem.options.alibi_needs_grad,
         "gradients of a dense batch with lengths": problem.layout == "dense"
         and problem.has_lengths
         and problem.needs_grad,
@@ -369,13 +369,11 @@ def _score_mod_reasons(problem: AttentionProblem) -> list[str]:
     options, reasons = problem.options, score_mod_reasons(problem)
     if not options.score_mod:
         return []
-    if captured_needs_grad(options):
-        reasons.append("gradients of what a score_mod captures (not on this backend)")
     if options.dropout_p > 0:
-        reasons.append("dropout with a score_mod (not on this backend)")
+        reasons.append("dropout with a score_mod or relative_bias (not on this backend)")
     is_part = problem.runs or problem.has_sequences or problem.is_partial or options.first_head
     if is_part and options.has_indexed_scores:
-        reasons.append("a score_mod on parts of sequences (on this backend: whole sequences)")
+        reasons.append("a score_mod or relative_bias on parts of sequences (not on this backend)")
     if may_be_large(options.score_mod):
         reasons.append("a score_mod that may add huge numbers, as masks do (not on this backend)")
     return reasons

@@ -15,7 +15,7 @@ from ....gpu.rows import at_boundary, is_aligned
 from ....gpu.score_source import GLUON, GRADIENT, SCORE, function_of, source_of
 from ....lru import Memo, memoised
 from ....problem import Operands, Options
-from ....score_mod.derivative import UNCHANGED
+from ....score_mod.derivative import UNCHANGED, by_score
 from .pipeline import shared_rows
 from .schedule import Sequences
 
@@ -55,9 +55,9 @@ def with_functions(config: Config, options: Options) -> Config:
     if not options.score_mod:
         return config
     functions = {"SCORE_MOD": function_of(source_of(options.score_mod, SCORE, GLUON))}
-    if hasattr(config, "SCORE_GRADIENT") and options.score_mod_gradient != UNCHANGED:
-        gradient = source_of(options.score_mod_gradient, GRADIENT, GLUON)
-        functions["SCORE_GRADIENT"] = function_of(gradient)
+    gradient = by_score(options.score_mod_gradient)
+    if hasattr(config, "SCORE_GRADIENT") and gradient != UNCHANGED:
+        functions["SCORE_GRADIENT"] = function_of(source_of(gradient, GRADIENT, GLUON))
     return replace(config, **functions)  # type: ignore[type-var]  # all of them are dataclasses
 
 

@@ -69,7 +69,7 @@ def scores_log2(s, place, shift, slope, score, cfg: gl.constexpr):
     if cfg.HAS_SOFTCAP:
         s = tanh_of_scores(s * (score.scale / score.softcap))
     if cfg.SCORE_MOD is not None:
-        s = modified(s * last_scale(score, cfg), place, score, False, cfg)
+        s = modified(s * last_scale(score, cfg), place, shift, score, False, cfg)
     if cfg.HAS_ALIBI:
         s = with_alibi(s * last_factor(score, cfg), slope, place, shift, False)
     elif not leaves_factor(cfg):  # the scale may be negative
@@ -172,27 +172,27 @@ def indices_of(s, place, IS_TRANSPOSED: gl.constexpr):
 
 
 @gluon.jit
-def modified(s, place, score, IS_TRANSPOSED: gl.constexpr, cfg: gl.constexpr):
-    """The score function of scaled products."""
+def modified(s, place, shift, score, IS_TRANSPOSED: gl.constexpr, cfg: gl.constexpr):
+    """The score function of scaled products; `shift` is the position of row 0, as key."""
     given = by_threads(s)
     i, j, i0, j0, d, distance, corners = indices_of(given, place, IS_TRANSPOSED)
     # The shape of `by_threads`.
     x = cfg.SCORE_MOD(
-        given, place.b, place.h, i, j, i0, j0, d, distance, corners, score.captured,
+        given, place.b, place.h, i, j, i0, j0, d, distance, shift, corners, score.captured,
         score.captured_integers,
     )  # fmt: skip
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def modified_gradient(s, g, place, score, cfg: gl.constexpr):
+def modified_gradient(s, g, place, shift, score, cfg: gl.constexpr):
     """`g` times the derivative of `modified`; rows are keys."""
     given = by_threads(s)
     i, j, i0, j0, d, distance, corners = indices_of(given, place, True)
     # The shape of `by_threads`.
     x = cfg.SCORE_GRADIENT(
-        given, place.b, place.h, i, j, i0, j0, d, distance, corners, by_threads(g), score.captured,
-        score.captured_integers,
+        given, place.b, place.h, i, j, i0, j0, d, distance, shift, corners, by_threads(g),
+        score.captured, score.captured_integers,
     )  # fmt: skip
     return gl.convert_layout(x.reshape(s.shape), s.type.layout, assert_trivial=True)
 
