@@ -63,7 +63,11 @@ def captured(call: Call) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(_: Call = call) -> None:  # keeps the tensors that the graph reads
+        graph.replay()
+
+    return replay
 
 
 def peak_bytes(call: Call, device: str = "cpu") -> int:

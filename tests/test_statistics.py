@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import Statistics, attention, attention_varlen, attention_with_kvcache
-from flashtile.testing import generator, normal
+from flashtile.testing import assert_close, attention_reference, generator, normal
 
 ALL = Statistics._fields
 B, M, N, Hq, Hk, D = 2, 270, 283, 4, 2, 16  # more than one tile of queries and of keys
@@ -131,25 +131,34 @@ def test_rows_and_keys_that_see_nothing() -> None:
     assert found.column_sum.shape == (B, Hq, 0)
 
 
+def with_gradients(leaves: list[Tensor], out: Tensor, lse: Tensor, entropy: Any) -> list[Tensor]:
+    """The output, and the gradients of a loss that reads all that has one."""
+    total = sum(x.double().square().sum() for x in (out, entropy) if x is not None)
+    return [out, *torch.autograd.grad(total + lse.double().sum(), leaves)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("names", [ALL, ("column_sum",)], ids=["all", "columns"])
-def test_on_a_gpu(dtype, names) -> None:
-    """Triton's forward, and the backward of any backend, against the CPU in float64."""
-    found = {}
-    for device, size in (("cuda", dtype), ("cpu", torch.float64)):
-        leaves = [x.to(dtype).to(device, size).requires_grad_() for x in inputs()]
-        out, lse, stats = attention(*leaves, causal=True, return_lse=True, return_stats=names)
-        total = out.double().square().sum() + lse.double().sum()
-        if stats.entropy is not None:
-            total = total + stats.entropy.double().square().sum()
-        gradients = torch.autograd.grad(total, leaves)
-        found[device] = [x.double().cpu() for x in (out, *gradients)], stats
-    for x, want in zip(found["cuda"][0], found["cpu"][0], strict=True):
-        near = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(x, want, rtol=near, atol=near * want.abs().max().item())
-    for x, want in zip(found["cuda"][1], found["cpu"][1], strict=True):
-        assert (x is None) == (want is None)
+def test_on_a_gpu(dtype, names, seed: int) -> None:
+    """Triton's forward, and the backward of any backend, by the rule."""
+    given = [x.to(dtype) for x in inputs()]
+
+    def by_definition(compute_dtype: torch.dtype) -> tuple[list[Tensor], Statistics]:
+        leaves = [x.to(compute_dtype).requires_grad_() for x in given]
+        result = attention_reference(*leaves, causal=True, compute_dtype=compute_dtype)
+        stats = definition(*leaves[:2])
+        entropy = stats.entropy if "entropy" in names else None
+        return with_gradients(leaves, result.out, result.lse, entropy), stats
+
+    leaves = [x.cuda().requires_grad_() for x in given]
+    out, lse, stats = attention(*leaves, causal=True, return_lse=True, return_stats=names)
+    found = with_gradients(leaves, out, lse, stats.entropy)
+    (truth, wanted), (plain, _) = by_definition(torch.float64), by_definition(dtype)
+    for name, *results in zip(("out", "dq", "dk", "dv"), found, truth, plain, strict=True):
+        assert_close(name, *(x.detach().cpu() for x in results), dtype=dtype, seed=seed)
+    for name, x, want in zip(ALL, stats, wanted, strict=True):
+        assert (x is not None) == (name in names)
         if x is not None:  # sums are exact in float32
             torch.testing.assert_close(x.double().cpu(), want, rtol=1e-4, atol=1e-4)
 

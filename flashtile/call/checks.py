@@ -958,7 +958,8 @@ def checking_values(arguments: Iterable[Any]) -> bool:
 
     ``FLASHTILE_CHECK=1`` enables the checks everywhere, and ``FLASHTILE_CHECK=0`` disables them. By
     default they run only for CPU tensors, for which nothing waits. They never run if there are no
-    values: under a tracer, on fake and meta tensors, in a transform of torch.func.
+    values: under a tracer, on fake and meta tensors, in a transform of torch.func, while a CUDA
+    graph records the call.
     """
     if torch.compiler.is_compiling():
         return False
@@ -966,6 +967,8 @@ def checking_values(arguments: Iterable[Any]) -> bool:
     if setting == "0" or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
+        return False
+    if setting and torch.cuda.is_current_stream_capturing():
         return False
     devices = ("cpu", "cuda") if setting else ("cpu",)
     tensors = (x for x in arguments if isinstance(x, Tensor))  # on a GPU the first one is enough

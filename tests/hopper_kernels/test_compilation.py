@@ -215,6 +215,23 @@ def test_the_backward_compiles_with_the_forward(driver, monkeypatch, backend, is
     assert made == []
 
 
+def test_the_backward_of_listed_keys_is_described_not_run(driver, monkeypatch):
+    """Its launches are not kept for later calls."""
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name)
+    )
+    x = torch.randn(1, 64, 2, 64, dtype=torch.float16, requires_grad=True)
+    index = torch.arange(5, dtype=torch.int32).expand(1, 64, 1, 5)
+    with as_if_on_a_gpu():
+        with driver.launches() as forward:
+            out = attention(x, x, x, key_index=index, backend="triton")
+        assert len(forward) == 1 and len(compiled) == 4
+        with driver.launches() as backward:
+            out.backward(torch.randn_like(out))
+    assert len(backward) == 3 and len(compiled) == 4
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_all_kernels_of_a_call_over_ranks_compile_together(driver, monkeypatch, backend):
     """Those of both stages of the second of two ranks, its own keys and those of the first one, and
