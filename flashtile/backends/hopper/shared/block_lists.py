@@ -270,25 +270,28 @@ def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
     rows, keys = partial.shape[1:]
 
     def make() -> Tensor:
-        seen = kinds.new_zeros((batch, heads, columns, keys), dtype=torch.bool)
+        first, stop = row_ranges(problem, torch.arange(columns * keys, device=kinds.device))
+        begin = torch.arange(0, tiles * rows, rows, device=kinds.device)[:, None]
+        # (tiles, columns, keys): the keys that some row of a tile sees by the rules
+        by_rules = (first.maximum(begin) < stop.minimum(begin + rows)).unflatten(1, (-1, keys))
+        full = (kinds == FULL).float()
+        seen = torch.einsum("bhtc,tck->bhck", full, by_rules.float()) > 0
         # Each element of the mask takes a byte here, so only some tiles are looked at together.
         most = max(MOST_ELEMENTS // (batch * heads * rows * keys), 1)
         across = min(most, columns)
         down = max(most // across, 1)
-        for m, n in product(range(0, tiles, down), range(0, columns, across)):
-            row = torch.arange(m * rows, min(m + down, tiles) * rows, device=kinds.device)
-            key = torch.arange(n * keys, min(n + across, columns) * keys, device=kinds.device)
-            start, stop = key_ranges(problem, row[:, None])
+        corners = product(range(0, tiles, down), range(0, columns, across))
+        for m, n in corners if len(partial) else ():
+            row = torch.arange(m * rows, min(m + down, tiles) * rows, device=kinds.device)[:, None]
+            of_keys = slice(n * keys, min(n + across, columns) * keys)
             # (tiles, columns, rows, keys)
-            by_rules = (key >= start) & (key < stop) & (row < problem.M)[:, None]
-            by_rules = by_rules.unflatten(1, (-1, keys)).unflatten(0, (-1, rows)).transpose(1, 2)
+            visible = (row >= first[of_keys]) & (row < stop[of_keys])
+            visible = visible.unflatten(1, (-1, keys)).unflatten(0, (-1, rows)).transpose(1, 2)
+            kind, chosen = (x[:, :, m : m + down, n : n + across] for x in (kinds, index))
             # (batch, heads, tiles, columns, rows, keys)
-            kind = kinds[:, :, m : m + down, n : n + across, None, None]
-            visible = kind == FULL
-            if len(partial):
-                chosen = index[:, :, m : m + down, n : n + across].long().clamp(min=0)
-                visible = visible | ((kind == PARTIAL) & partial[chosen])
-            seen[:, :, n : n + across] |= (visible & by_rules).any(4).any(2)
+            visible = visible & partial[chosen.long().clamp(min=0)]
+            visible = visible & (kind == PARTIAL)[..., None, None]
+            seen[:, :, n : n + across] |= visible.any(4).any(2)
         if heads > 1:
             by_group = seen.unflatten(1, (-1, problem.group)).any(2)
             seen = by_group.repeat_interleave(problem.group, 1)
@@ -296,6 +299,15 @@ def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
         return torch.nn.functional.pad(marks, (0, SPARE_MARKS))
 
     return kept(("unseen", problem.group, problem.M, problem.N, problem.facts), operands, make)
+
+
+def row_ranges(problem: AttentionProblem, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows [first, stop) that see each of `keys` by the mask rules; the ranges of keys of
+    ascending rows begin and end at ascending keys.
+    """
+    start, stop = key_ranges(problem, torch.arange(problem.M, device=keys.device))
+    first, last = (torch.searchsorted(x.contiguous(), keys, right=True) for x in (stop, start))
+    return first, last
 
 
 def by_rules(
