@@ -531,8 +531,8 @@ HOPPER: list[Planted] = [
     Planted(
         "hopper: ping-pong passed to itself",
         "pass_ping_pong",
-        "(ME + 1) % cfg.CONSUMERS",
-        "ME",
+        "(me + 1) % cfg.CONSUMERS",
+        "me",
         "tests/hopper_kernels/test_forward_emulated.py::test_head_dims",
     ),
     Planted(

@@ -4,12 +4,13 @@ time for an absent device; and the compilation of all kernels of a call.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor
 from triton import AsyncCompileMode, JITFunction, knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from ..lru import Memo, memoised
 from .described import (
@@ -224,14 +226,39 @@ def compile_together(launches: Sequence[Launch]) -> None:
     later = _new(launches_of_next_pass()) if new else {}
     together = new | {variant: x for variant, x in later.items() if variant not in new}
     if len(together) > 1:
-        with ThreadPoolExecutor(
-            len(together), "flashtile-compile", _enter, (_device(),)
-        ) as threads:
+        _ = driver.active  # here, because each thread would make one
+        triton_hash().result()
+        with (
+            _no_collections(),
+            ThreadPoolExecutor(len(together), "flashtile-compile", _enter, (_device(),)) as threads,
+        ):
             started = [threads.submit(_compile, x) for x in together.values()]
         for one in started[: len(new)]:  # the passes that follow raise their own errors
             one.result()
     for variant in together:
         _known[variant] = True
+
+
+@memoised(1)
+def triton_hash() -> Future[str]:
+    """Triton's hash of its own 415 MB. Otherwise every thread that compiles would compute it, after
+    the 0.3 s in which Triton 3.6 runs a C compiler.
+    """
+    return ThreadPoolExecutor(1, "flashtile-hash").submit(triton_key)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Inside the block, Python does not collect garbage. Otherwise it looks through all objects at
+    least once while Triton parses, which takes 0.1 s.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _new(launches: Sequence[Launch]) -> dict[Any, Launch]:

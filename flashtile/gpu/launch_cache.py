@@ -29,7 +29,7 @@ from triton.runtime import driver
 
 from ..lru import Memo, memoised
 from .described import described_launches
-from .launch import Launch, compile_together, ordered
+from .launch import Launch, compile_together, ordered, triton_hash
 from .memory import NewTensor
 from .rows import ALIGNMENT  # Triton specialises kernels for tensors that start at multiples of it
 
@@ -138,6 +138,7 @@ def allocate_and_run_all(
     known = _prepared.get(key, LaunchState.NEW)
     if isinstance(known, PreparedCall):
         return known.run(given)
+    triton_hash()
     new = allocators()
     made = tuple([allocate() for allocate in new])
     kind = _kind(key, name, given, config())

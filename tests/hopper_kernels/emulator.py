@@ -13,6 +13,7 @@ its wait, or a generic store that no fence makes visible to products and copies,
 from __future__ import annotations
 
 import importlib
+import inspect
 import linecache
 import re
 import sys
@@ -273,10 +274,14 @@ def as_float16(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor).to(torch.int16).view(torch.float16)
 
 
+def barrier_of(asm: str, args: list[Any]) -> tuple[int, int]:
+    """The number of a hardware barrier, and the threads that arrive at it."""
+    return int(args[0]), int(asm.partition(";")[0].rpartition(", ")[2])
+
+
 def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
     if asm.startswith("barrier.cta.sync"):
-        number, threads = asm.removeprefix("barrier.cta.sync ").split(";")[0].split(", ")
-        return named_barriers.sync(int(number), int(threads))
+        return named_barriers.sync(*barrier_of(asm, args))
     if "ld.acquire" in asm:
         semaphore, n = args
         return scheduler.meet(lambda: int(load(semaphore)) == int(n))
@@ -308,7 +313,7 @@ def atomic_add(p: Pointer, value: Any, sem: str = "acq_rel", scope: str = "gpu")
     return old
 
 
-def warp_specialize(roles: list[Any], warps: Any, registers: Any) -> None:
+def warp_specialize(roles: list[Any], warps: Any, registers: Any, **_: Any) -> None:
     program = context.program
     threads = [scheduler.spawn(lambda f=f, a=a: f(*a), program) for f, a in roles]
     scheduler.meet(lambda: scheduler.finished.issuperset(threads))
@@ -367,6 +372,7 @@ LANGUAGE: dict[str, Any] = {
     "convert_layout": lambda x, layout, assert_trivial=False: x,
     "multiple_of": lambda x, sizes: x,
     "assume": lambda truth: None,
+    "to_tensor": tile,
     "barrier": lambda: scheduler.meet(),
     "static_range": range,
     "static_assert": lambda truth: None,
@@ -404,7 +410,9 @@ def jit(function: Any = None, **_: Any) -> Any:
 
 
 def builtin(function: Any) -> Any:
-    return lambda *args: function(*args, _semantic=Recasting)
+    given = {"_semantic": Recasting, "_generator": SimpleNamespace()}
+    names = inspect.signature(function).parameters
+    return lambda *args: function(*args, **{x: given[x] for x in given if x in names})
 
 
 def stand_ins() -> dict[str, types.ModuleType]:
@@ -424,6 +432,7 @@ def stand_ins() -> dict[str, types.ModuleType]:
     module("triton.experimental")
     module(gluon, jit=jit, constexpr_function=jit, language=language)
     module(gluon + ".language._core", builtin=builtin, _unwrap_if_constexpr=lambda x: x)
+    module(gluon + ".language._semantic", GluonCallerContext=lambda num_warps: None)
     module(gluon + ".language.nvidia")
     module(
         gluon + ".language.nvidia.hopper",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from threading import Barrier, Thread, get_ident
 from typing import Any
 
@@ -17,6 +21,7 @@ if torch.cuda.is_available():
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime.cache import triton_key
 
 from flashtile import attention, attention_varlen, clear_caches
 from flashtile.distributed import ContextParallel
@@ -122,6 +127,39 @@ def test_launchers_are_made_at_the_same_time(driver, monkeypatch):
     with driver.launches() as made:
         call(both, x)
     assert sizes(made) == [2, 3]
+
+
+def test_threads_that_compile_share_the_hash_of_triton(driver):
+    triton_key.cache_clear()
+    call(kernels(), torch.zeros(16))
+    assert triton_key.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_kernels_compile(driver, monkeypatch, fails):
+    enabled: list[bool] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **_: enabled.append(gc.isenabled()))
+    with suppress(triton.CompilationError):
+        call(kernels(fails), torch.zeros(16))
+    assert enabled[:2] == [False, False] and gc.isenabled()
+
+
+def test_what_both_consumers_call_is_parsed_once(driver, monkeypatch):
+    parsed: dict[str, str] = {}
+
+    def keep(*, src: Any, metadata_group: dict[str, str], **_: Any) -> None:
+        parsed[src.name] = Path(metadata_group[f"{src.name}.source"]).read_text()
+
+    monkeypatch.setattr(knobs.compilation, "listener", keep)
+    x = torch.randn(1, 256, 2, 128, dtype=torch.float16, requires_grad=True)
+    with as_if_on_a_gpu():
+        attention(x, x, x, causal=True, backend="hopper")
+    for function, kernel in (
+        ("next_block", "forward_kernel"),
+        ("probabilities", "backward_kernel"),
+    ):
+        found = re.findall(rf"func private @\S+\.{function}__", parsed[kernel])
+        assert len(found) == 2, function  # with a mask, and without one
 
 
 def test_a_parser_that_fails_in_a_thread_is_asked_again(driver, monkeypatch):
@@ -251,7 +289,7 @@ def test_all_kernels_of_a_call_over_ranks_compile_together(driver, monkeypatch, 
         layout = parallel.layout(seq_len=512, way="contiguous")
         out = parallel.attention(x, x, x, layout=layout, causal=True, backend=backend)
         out.backward(torch.randn_like(out))
-    assert together == [len(made)]
+    assert together == [1, len(made)]  # the first one hashes Triton
     assert made.count("forward_kernel") == 2
 
 

@@ -81,10 +81,10 @@ class Bits:
 
 def inline_asm(asm: str, constraints: str, args: list[Any], **more: Any) -> Any:
     if asm.startswith("barrier.cta.arrive"):
-        number, threads = asm.removeprefix("barrier.cta.arrive ").split(";")[0].split(", ")
-        key, seen = (emulator.context.program, int(number)), emulator.named_barriers.threads
+        number, threads = emulator.barrier_of(asm, args)
+        key, seen = (emulator.context.program, number), emulator.named_barriers.threads
         seen[key] = seen.get(key, 0) + 128
-        assert seen[key] % int(threads) in (0, 128), "a ping-pong barrier passed twice"
+        assert seen[key] % threads in (0, 128), "a ping-pong barrier passed twice"
         return 0
     if asm.startswith("cvt.rn"):
         dtype = torch.bfloat16 if "bf16x2" in asm else torch.float16

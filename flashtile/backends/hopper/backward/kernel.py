@@ -70,6 +70,7 @@ from ..shared.pipeline import (
     make_channel,
     make_queue,
     shared_rows,
+    specialize_warps,
 )
 from ..shared.schedule import NUMBERS, Mask, batch_of, next_number
 from ..shared.softmax import Dropout, Score
@@ -365,7 +366,7 @@ def backward_kernel(
         tile = listed_tile(tile, order, sizes, cfg)
     channels = make_channels(inputs, workspace, cfg)
     if cfg.IS_SPLIT and cfg.IS_ORDERED:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
@@ -377,7 +378,7 @@ def backward_kernel(
             [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
         )
     elif cfg.IS_SPLIT:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
@@ -387,7 +388,7 @@ def backward_kernel(
             [OF_CONSUMERS, OF_OTHERS],
         )
     elif cfg.WRITERS == 2:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
@@ -399,7 +400,7 @@ def backward_kernel(
             [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
         )
     else:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
                 (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),

@@ -49,6 +49,7 @@ from ..shared.pipeline import (
     row_values,
     shared_rows,
     show_written,
+    specialize_warps,
 )
 from ..shared.schedule import (
     NUMBERS,
@@ -250,7 +251,7 @@ def consumer(
     ME: gl.constexpr, output, channels, scales, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
     """The consumer of float8 tiles."""
-    attend_tiles(float8_math, ME, output, channels, scales, sizes, mask, score, cfg)
+    attend_tiles(float8_math, gl.to_tensor(ME), output, channels, scales, sizes, mask, score, cfg)
 
 
 @aggregate
@@ -268,9 +269,7 @@ class Float8Math:
         self.v = v
 
     @gluon.jit
-    def first_block(
-        self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
-    ):
+    def first_block(self, me, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr):
         """The first step of the loop, on the block with the last keys that the rows see."""
         n0 = block * cfg.BLOCK_N
         k_unit, v_unit = self.scales_of(block, cfg)
@@ -280,7 +279,7 @@ class Float8Math:
         values = kept_values(n0, work.N - n0, rows, cfg)
         if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
             channels.v.acquire(i)
-            clear_values(ME, values, i, channels, cfg)
+            clear_values(me, values, i, channels, cfg)
         s = warpgroup_mma_wait(0, deps=[s])
         channels.k.release_operand(i)
         s, factor = self.scores(s, rows, k_unit, score, cfg)
@@ -303,7 +302,7 @@ class Float8Math:
 
     @gluon.jit
     def next_block(
-        self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
+        self, me, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
         """One step: scores of the block before `now.block`, and the output of `now.block`."""
@@ -311,11 +310,11 @@ class Float8Math:
         # Loaded before the waits and the products, which hide the latency.
         k_unit, v_unit = self.scales_of(block, cfg)
         channels.k.acquire(i)
-        await_ping_pong(ME, cfg)
+        await_ping_pong(me, cfg)
         # (64, BLOCK_N), (64, BLOCK_DV)
         s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         o, _ = self.issue_output(now, channels, cfg)
-        pass_ping_pong(ME, cfg)
+        pass_ping_pong(me, cfg)
         s = warpgroup_mma_wait(1, deps=[s])
         channels.k.release_operand(i)
         s, factor = self.scores(s, rows, k_unit, score, cfg)
@@ -344,7 +343,7 @@ class Float8Math:
         p = packed_weights(p, cfg.BLOCK_DV)
         if IS_MASKED and cfg.HAS_HIDDEN_KEYS:
             n0 = block * cfg.BLOCK_N
-            clear_values(ME, kept_values(n0, n0 * 0 + cfg.BLOCK_N, rows, cfg), i, channels, cfg)
+            clear_values(me, kept_values(n0, n0 * 0 + cfg.BLOCK_N, rows, cfg), i, channels, cfg)
         o = rescaled_where_needed(o, rescale)
         return Progress(i, block, p, o, row_max, row_sum, v_unit)
 
@@ -378,10 +377,10 @@ class Float8Math:
         return scores_log2(s, place, 0, rows.slope, scaled, cfg), linear_scale(scaled, cfg)
 
     @gluon.jit
-    def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
+    def normalisation(self, me, done, work, sink_ptr, cfg: gl.constexpr):
         """`forward.kernel.normalisation` for weights that were multiplied by 2**8."""
         row_max = gl.convert_layout(done.row_max, row_values(cfg.BLOCK_N), assert_trivial=True)
-        return normalisation(ME, row_max - WEIGHT_LOG2, done.row_sum, work, sink_ptr, cfg)
+        return normalisation(me, row_max - WEIGHT_LOG2, done.row_sum, work, sink_ptr, cfg)
 
     @gluon.jit
     def output_scale(self, scale, done, cfg: gl.constexpr):
@@ -394,7 +393,7 @@ class Float8Math:
 
 
 @gluon.jit
-def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
+def float8_math(me, scales, sizes, work, score, cfg: gl.constexpr):
     """The arithmetic of a tile, with its scales."""
     unit = score.scale
     key_heads = sizes.heads // sizes.group
@@ -403,7 +402,7 @@ def float8_math(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr)
         query_head = (work.b * sizes.heads + work.h).to(gl.int64)
         query_blocks = gl.cdiv(sizes.M, CONSUMER_ROWS)
         # A consumer past the last row reads the last scale, and does not use it.
-        query_block = gl.minimum(work.m0 // CONSUMER_ROWS + ME, query_blocks - 1)
+        query_block = gl.minimum(work.m0 // CONSUMER_ROWS + me, query_blocks - 1)
         unit = unit * gl.load(scales.q + query_head * query_blocks + query_block)
         key_blocks = gl.cdiv(sizes.N, cfg.BLOCK_N)
         k, v = scales.k + key_head * key_blocks, scales.v + key_head * key_blocks
@@ -426,7 +425,7 @@ def bytes_of_values(warps):
 
 
 @gluon.jit
-def clear_values(ME: gl.constexpr, kept, i, channels, cfg: gl.constexpr):
+def clear_values(me, kept, i, channels, cfg: gl.constexpr):
     """Zero the keys of block `i` of V that are not `kept` (`schedule.Kept`), if there are any."""
     STEP: gl.constexpr = 32
     DIMS: gl.constexpr = cfg.BLOCK_DV
@@ -442,7 +441,7 @@ def clear_values(ME: gl.constexpr, kept, i, channels, cfg: gl.constexpr):
             x = part.load(LAYOUT).to(gl.int8, bitcast=True)
             x = gl.where(keep[None, :], x, gl.zeros_like(x))
             part.store(x.to(v.dtype, bitcast=True))
-        show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)
+        show_written(FIRST_BARRIER + cfg.CONSUMERS + me)
 
 
 # Shared memory, and the producer, which copies K with its rows in the order above, and V with
@@ -526,7 +525,7 @@ def float8_kernel(
     output = Output(Described(o_desc, None), out_ptr, lse_ptr)
     channels = make_channels(q_desc.dtype, o_desc.dtype, cfg)
     if cfg.CONSUMERS == 2:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
@@ -537,7 +536,7 @@ def float8_kernel(
             [OF_TWO, OF_OTHERS, OF_OTHERS],
         )
     else:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),

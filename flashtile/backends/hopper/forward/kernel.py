@@ -58,6 +58,7 @@ from ..shared.pipeline import (
     rows_of_heads,
     shared_rows,
     show_written,
+    specialize_warps,
     store_float32,
 )
 from ..shared.schedule import (
@@ -186,85 +187,84 @@ def consumer(
     ME: gl.constexpr, output, channels, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
     """The consumer of 16-bit tiles."""
-    attend_tiles(math16, ME, output, channels, None, sizes, mask, score, cfg)
+    attend_tiles(math16, gl.to_tensor(ME), output, channels, None, sizes, mask, score, cfg)
 
 
 @gluon.jit
 def attend_tiles(
-    math_of: gl.constexpr, ME: gl.constexpr, output, channels, scales, sizes, mask, score,
-    cfg: gl.constexpr,
+    math_of: gl.constexpr, me, output, channels, scales, sizes, mask, score, cfg: gl.constexpr
 ):  # fmt: skip
     """Process tiles until there are no more; `math_of` returns the arithmetic of a tile."""
     if cfg.SPANS > 0:
         wait_for_earlier_kernels()  # one of them writes the lists
-    open_ping_pong(ME, cfg)
+    open_ping_pong(me, cfg)
     count = 0  # tiles so far
     i = 0  # blocks so far
     channels.work.acquire(count)
     work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
     while work.begin < work.end:
         o, o_tail, done, math = attend(
-            math_of, ME, count, i, channels, scales, sizes, work, mask, score, cfg
+            math_of, me, count, i, channels, scales, sizes, work, mask, score, cfg
         )
         # Read again, because the KV loop has no registers left for it.
         work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
-        scale, lse = math.normalisation(ME, done, work, score.sink_ptr, cfg)
-        store_lse(ME, lse, output, work, sizes, cfg)
+        scale, lse = math.normalisation(me, done, work, score.sink_ptr, cfg)
+        store_lse(me, lse, output, work, sizes, cfg)
         o, o_tail = finished_output(o, o_tail, cfg)
         channels.v.release_operand(done.i)
-        i = pass_blocks(ME, done.i + 1, blocks_after(done.block, work, cfg), channels, cfg)
+        i = pass_blocks(me, done.i + 1, blocks_after(done.block, work, cfg), channels, cfg)
         tma.store_wait(0)
         scale = math.output_scale(scale, done, cfg)
         if cfg.HAS_DROPOUT:
             scale = scale * score.dropout.scale
         o = rescaled(o, scale)
-        store_output(ME, o, channels.o, 0, output, work, sizes, cfg.BLOCK_DV, cfg)
+        store_output(me, o, channels.o, 0, output, work, sizes, cfg.BLOCK_DV, cfg)
         if cfg.TAIL_DV > 0:
             o_tail = rescaled(o_tail, scale)
             store_output(
-                ME, o_tail, channels.o_tail, cfg.BLOCK_DV, output, work, sizes, cfg.TAIL_DV, cfg
+                me, o_tail, channels.o_tail, cfg.BLOCK_DV, output, work, sizes, cfg.TAIL_DV, cfg
             )
         if cfg.IS_Q_REUSED:
             tma.store_wait(0)
-            channels.q.release(count * cfg.CONSUMERS + ME)
+            channels.q.release(count * cfg.CONSUMERS + me)
         channels.work.release(count)
         count += 1
         channels.work.acquire(count)
         work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
     tma.store_wait(0)
-    close_ping_pong(ME, cfg)
+    close_ping_pong(me, cfg)
 
 
 @gluon.jit
 def attend(
-    math_of: gl.constexpr, ME: gl.constexpr, count, i, channels, scales, sizes, work, mask, score,
+    math_of: gl.constexpr, me, count, i, channels, scales, sizes, work, mask, score,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """The KV loop, in the order of `schedule.visited_block`. Returns the output, whose last product
     is in flight, the state of the loop, and the arithmetic of the tile.
     """
-    first_row = work.m0 + ME * CONSUMER_ROWS
+    first_row = work.m0 + me * CONSUMER_ROWS
     begin, full_begin, full_end, end = own_blocks(first_row, work, sizes, mask, cfg)
-    rows = rows_of(ME, work, sizes, mask, score, cfg)
-    math = math_of(ME, scales, sizes, work, score, cfg)
-    q_use = count * cfg.CONSUMERS + ME
+    rows = rows_of(me, work, sizes, mask, score, cfg)
+    math = math_of(me, scales, sizes, work, score, cfg)
+    q_use = count * cfg.CONSUMERS + me
     q, q_tail = queries(q_use, channels, cfg)
     first = begin if cfg.IS_ASCENDING else end - 1
-    i = pass_blocks(ME, i, blocks_before(first, work, cfg), channels, cfg)
-    now = math.first_block(ME, q, q_tail, i, first, channels, rows, work, score, cfg)
+    i = pass_blocks(me, i, blocks_before(first, work, cfg), channels, cfg)
+    now = math.first_block(me, q, q_tail, i, first, channels, rows, work, score, cfg)
     if cfg.LAST_KEYS < cfg.BLOCK_N:  # `now.p` has fewer columns than in the loop
-        now = math.next_block(ME, now, q, q_tail, channels, rows, score, False, cfg)
+        now = math.next_block(me, now, q, q_tail, channels, rows, score, False, cfg)
     if cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:  # a product has read the registers
         channels.q.release_operand(q_use)
     if cfg.IS_ASCENDING:  # only under a plain causal mask, which ends with the masked blocks
-        now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, False, cfg)
-        now = key_loop(math, ME, now, q, q_tail, end, channels, rows, score, True, cfg)
+        now = key_loop(math, me, now, q, q_tail, full_end, channels, rows, score, False, cfg)
+        now = key_loop(math, me, now, q, q_tail, end, channels, rows, score, True, cfg)
     else:  # three phases: masked, full, masked
         if cfg.HAS_RIGHT or cfg.HAS_CHUNK or cfg.HAS_LISTS or cfg.HAS_SPAN:
-            now = key_loop(math, ME, now, q, q_tail, full_end, channels, rows, score, True, cfg)
-        now = key_loop(math, ME, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
+            now = key_loop(math, me, now, q, q_tail, full_end, channels, rows, score, True, cfg)
+        now = key_loop(math, me, now, q, q_tail, full_begin, channels, rows, score, False, cfg)
         if has_starts(cfg) and not cfg.HAS_LISTS:
-            now = key_loop(math, ME, now, q, q_tail, begin, channels, rows, score, True, cfg)
+            now = key_loop(math, me, now, q, q_tail, begin, channels, rows, score, True, cfg)
     if not cfg.HAS_Q_IN_REGISTERS and not cfg.IS_Q_REUSED:
         channels.q.release_operand(q_use)
     o, o_tail = math.issue_output(now, channels, cfg)
@@ -273,13 +273,13 @@ def attend(
 
 @gluon.jit
 def key_loop(
-    math, ME: gl.constexpr, now, q, q_tail, stop, channels, rows, score, IS_MASKED: gl.constexpr,
+    math, me, now, q, q_tail, stop, channels, rows, score, IS_MASKED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """The blocks that follow `now.block`: up to `stop`, which is excluded, or down to `stop`."""
     count = stop - 1 - now.block if cfg.IS_ASCENDING else now.block - stop
     for _ in range(count):
-        now = math.next_block(ME, now, q, q_tail, channels, rows, score, IS_MASKED, cfg)
+        now = math.next_block(me, now, q, q_tail, channels, rows, score, IS_MASKED, cfg)
     return now
 
 
@@ -299,13 +299,13 @@ def queries(q_use, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
+def pass_blocks(me, i, count, channels, cfg: gl.constexpr):
     """Skip `count` blocks that no row of this consumer sees, starting at use `i`; return the use
     after them.
     """
     for _ in range(count):
-        await_ping_pong(ME, cfg)
-        pass_ping_pong(ME, cfg)
+        await_ping_pong(me, cfg)
+        pass_ping_pong(me, cfg)
         channels.k.acquire(i)
         channels.k.release(i)
         channels.v.acquire(i)
@@ -315,9 +315,9 @@ def pass_blocks(ME: gl.constexpr, i, count, channels, cfg: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
+def rows_of(me, work, sizes, mask, score, cfg: gl.constexpr):
     """The rows of this consumer."""
-    number = work.m0 + ME * CONSUMER_ROWS
+    number = work.m0 + me * CONSUMER_ROWS
     number += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     shift = work.N - work.M
     start, stop = seen_by(number, work.b, work.h, work.start_q, work.M, work.N, mask, cfg)
@@ -327,13 +327,13 @@ def rows_of(ME: gl.constexpr, work, sizes, mask, score, cfg: gl.constexpr):
         index = list_of(work.b, work.h, work.m0, sizes, mask, cfg)
         entries = first_entry(index, sizes, mask, cfg)
     if cfg.HAS_BLOCK_MASK:
-        masks = mask.blocks.bits + ME * (CONSUMER_ROWS * cfg.BLOCK_N // 32)
+        masks = mask.blocks.bits + me * (CONSUMER_ROWS * cfg.BLOCK_N // 32)
     if cfg.SPANS > 0:
         masks = mask.blocks.intervals + index.to(gl.int64) * (2 * cfg.SPANS * cfg.BLOCK_M)
-        masks += ME * CONSUMER_ROWS
+        masks += me * CONSUMER_ROWS
     slope = alibi_slope(work.b, work.h, score, cfg)
     draws = draws_of(work.b, work.h, score.dropout, cfg)
-    first = work.m0 + ME * CONSUMER_ROWS
+    first = work.m0 + me * CONSUMER_ROWS
     unseen = shift
     if kind_of_keys(cfg) == "marks":
         unseen = marks_of(work.b, work.h, sizes, mask) + work.first_key
@@ -445,9 +445,7 @@ class Math16:
         pass
 
     @gluon.jit
-    def first_block(
-        self, ME: gl.constexpr, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr
-    ):
+    def first_block(self, me, q, q_tail, i, block, channels, rows, work, score, cfg: gl.constexpr):
         """The first step of the loop."""
         n0, own = key_of_block(block, rows, cfg), own_mask(block, rows, cfg)
         KEYS: gl.constexpr = power_of_two(cfg.LAST_KEYS)
@@ -462,7 +460,7 @@ class Math16:
         KIND: gl.constexpr = kind_of_keys(cfg)
         if cfg.IS_RAGGED or cfg.HAS_HIDDEN_KEYS:
             channels.v.acquire(i)
-            clear_values(ME, has_cleared(values, KIND, cfg.BLOCK_N), values, i, channels, cfg)
+            clear_values(me, has_cleared(values, KIND, cfg.BLOCK_N), values, i, channels, cfg)
         if REST > 0:
             s, s_rest = warpgroup_mma_wait(0, deps=[s, s_rest])
         else:
@@ -512,7 +510,7 @@ class Math16:
 
     @gluon.jit
     def next_block(
-        self, ME: gl.constexpr, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
+        self, me, now, q, q_tail, channels, rows, score, IS_MASKED: gl.constexpr,
         cfg: gl.constexpr,
     ):  # fmt: skip
         """One step: scores of the block that follows `now.block`, and the output of `now.block`."""
@@ -524,11 +522,11 @@ class Math16:
             values = kept_values(n0, n0 * 0 + cfg.BLOCK_N, rows, cfg)
             is_cleared = has_cleared(values, kind_of_keys(cfg), cfg.BLOCK_N)
         channels.k.acquire(i)
-        await_ping_pong(ME, cfg)
+        await_ping_pong(me, cfg)
         # (64, BLOCK_N), (64, BLOCK_DV), (64, TAIL_DV)
         s = issue_scores(q, q_tail, i, channels, 0, cfg.BLOCK_N, cfg)
         o, o_tail = self.issue_output(now, channels, cfg)
-        pass_ping_pong(ME, cfg)
+        pass_ping_pong(me, cfg)
         kept = kept_scores(n0, rows, cfg)
         s = warpgroup_mma_wait(VALUE_PRODUCTS, deps=[s])
         channels.k.release_operand(i)
@@ -555,7 +553,7 @@ class Math16:
         if cfg.HAS_DROPOUT:
             p = dropped(p, kept)
         if IS_MASKED and cfg.HAS_HIDDEN_KEYS:  # here, because the scores need no registers now
-            clear_values(ME, is_cleared, values, i, channels, cfg)
+            clear_values(me, is_cleared, values, i, channels, cfg)
         return Progress(i, block, p, o, o_tail, rescale, row_max, row_sum)
 
     @gluon.jit
@@ -568,9 +566,9 @@ class Math16:
         return add_output(o, o_tail, now.p, now.i, channels, 0, cfg)
 
     @gluon.jit
-    def normalisation(self, ME: gl.constexpr, done, work, sink_ptr, cfg: gl.constexpr):
+    def normalisation(self, me, done, work, sink_ptr, cfg: gl.constexpr):
         """The factor of the output of each row, and its log-sum-exp."""
-        return normalisation(ME, done.row_max, done.row_sum, work, sink_ptr, cfg)
+        return normalisation(me, done.row_max, done.row_sum, work, sink_ptr, cfg)
 
     @gluon.jit
     def output_scale(self, scale, done, cfg: gl.constexpr):
@@ -579,7 +577,7 @@ class Math16:
 
 
 @gluon.jit
-def math16(ME: gl.constexpr, scales, sizes, work, score, cfg: gl.constexpr):
+def math16(me, scales, sizes, work, score, cfg: gl.constexpr):
     """16-bit tiles have no scales."""
     return Math16()
 
@@ -598,7 +596,7 @@ def kept_values(n0, stop, rows, cfg: gl.constexpr):
 
 
 @gluon.jit
-def clear_values(ME: gl.constexpr, is_cleared, kept, i, channels, cfg: gl.constexpr):
+def clear_values(me, is_cleared, kept, i, channels, cfg: gl.constexpr):
     """Zero the rows of block `i` of V that are not `kept`, if there are any."""
     KIND: gl.constexpr = kind_of_keys(cfg)
     if is_cleared:
@@ -608,7 +606,7 @@ def clear_values(ME: gl.constexpr, is_cleared, kept, i, channels, cfg: gl.conste
         if cfg.TAIL_DV > 0:
             v = channels.v.tail(i).reshape([cfg.BLOCK_N, cfg.TAIL_DV])
             clear_rows(v, kept, KIND, IS_UNROLLED)
-        show_written(FIRST_BARRIER + cfg.CONSUMERS + ME)
+        show_written(FIRST_BARRIER + cfg.CONSUMERS + me)
 
 
 # Results: the output of a consumer's rows, and their log-sum-exp
@@ -623,12 +621,12 @@ class Output(NamedTuple):
 
 
 @gluon.jit
-def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
+def normalisation(me, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
     """The factor of the output of each row, and its log-sum-exp; 0 and -inf for padding rows and
     for rows that saw no key.
     """
     # (64,)
-    rows = work.m0 + ME * CONSUMER_ROWS
+    rows = work.m0 + me * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     # (64, 4) -> (64,)
     row_sum = whole_row_sum(row_sum, cfg)
@@ -647,9 +645,9 @@ def normalisation(ME: gl.constexpr, row_max, row_sum, work, sink_ptr, cfg: gl.co
 
 
 @gluon.jit
-def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
+def store_lse(me, lse, output, work, sizes, cfg: gl.constexpr):
     """Store the log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
-    rows = work.m0 + ME * CONSUMER_ROWS
+    rows = work.m0 + me * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     if not cfg.IS_PACKED:
         offset = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
@@ -660,28 +658,28 @@ def store_lse(ME: gl.constexpr, lse, output, work, sizes, cfg: gl.constexpr):
 
 @gluon.jit
 def store_output(
-    ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, sizes, COLUMNS: gl.constexpr,
+    me, o, tiles, COLUMN: gl.constexpr, output, work, sizes, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Store the output's columns from COLUMN, rounded or, of a partial problem, in float32."""
     if cfg.IS_PARTIAL:
-        row = work.m0 + ME * CONSUMER_ROWS
+        row = work.m0 + me * CONSUMER_ROWS
         start, M, heads = work.start_q, work.M, sizes.heads
         store_float32(o, output.ptr, row, COLUMN, cfg.DV, start, M, work.h, heads)
     else:
-        store_rounded(ME, o, tiles, COLUMN, output, work, COLUMNS, cfg)
+        store_rounded(me, o, tiles, COLUMN, output, work, COLUMNS, cfg)
 
 
 @gluon.jit
 def store_rounded(
-    ME: gl.constexpr, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
+    me, o, tiles, COLUMN: gl.constexpr, output, work, COLUMNS: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Store the output's columns from COLUMN, through shared memory: by TMA, which clips at the end
     of the tensor, or by the threads if a sequence can end before it.
     """
-    row = work.m0 + ME * CONSUMER_ROWS
-    tile = tiles.index(ME)
+    row = work.m0 + me * CONSUMER_ROWS
+    tile = tiles.index(me)
     tile.reshape([CONSUMER_ROWS, COLUMNS]).store(o.to(tiles.dtype))
     fence_async_shared()  # TMA will read the tile, or overwrite it with the next queries
     if cfg.IS_RAGGED:
@@ -894,7 +892,7 @@ def forward_kernel(
     output = Output(Described(o_desc, o_tail_desc), out_ptr, lse_ptr)
     channels = make_channels(q_desc.dtype, cfg)
     if cfg.CONSUMERS == 2:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (consumer, (0, output, channels, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, sizes, mask, score, cfg)),
@@ -905,7 +903,7 @@ def forward_kernel(
             [OF_TWO, OF_OTHERS, OF_OTHERS],
         )
     else:
-        gl.warp_specialize(
+        specialize_warps(
             [
                 (consumer, (0, output, channels, sizes, mask, score, cfg)),
                 (consumer, (1, output, channels, sizes, mask, score, cfg)),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language._semantic import GluonCallerContext
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate
 
@@ -86,32 +87,32 @@ def empty_accumulator(COLUMNS: gl.constexpr, BITS: gl.constexpr = 16):
 
 
 @gluon.constexpr_function
-def _barrier_assembly(instruction, number, threads):
-    return f"barrier.cta.{instruction} {number}, {threads}; mov.u32 $0, 0;"
+def _barrier_assembly(instruction, threads):
+    return f"barrier.cta.{instruction} $1, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def wait_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+def wait_at_barrier(number, THREADS: gl.constexpr):
     """Wait until THREADS threads, these included, have arrived at a hardware barrier."""
-    ASSEMBLY: gl.constexpr = _barrier_assembly("sync", NUMBER, THREADS)
-    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    ASSEMBLY: gl.constexpr = _barrier_assembly("sync", THREADS)
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,n", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def arrive_at_barrier(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+def arrive_at_barrier(number, THREADS: gl.constexpr):
     """Arrive at a hardware barrier without waiting."""
-    ASSEMBLY: gl.constexpr = _barrier_assembly("arrive", NUMBER, THREADS)
-    gl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    ASSEMBLY: gl.constexpr = _barrier_assembly("arrive", THREADS)
+    gl.inline_asm_elementwise(ASSEMBLY, "=r,n", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def show_written(NUMBER: gl.constexpr):
+def show_written(number):
     """Make the stores of a consumer's four warps visible to its products and copies.
 
     Triton inserts no barrier between the stores of threads and a product that reads them.
     """
     fence_async_shared()
-    wait_at_barrier(NUMBER, 128)
+    wait_at_barrier(number, 128)
 
 
 @gluon.jit
@@ -265,6 +266,17 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
 
 # Triton 3.6 has the operation, but no function for it.
 add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
+
+
+@builtin
+def specialize_warps(roles, warps, registers, _semantic=None, _generator=None):
+    """`gl.warp_specialize`, which parses what the first role shares with others of four warps once.
+
+    Triton parses a function anew for each number of warps, and the first role has none.
+    """
+    _generator.caller_context = GluonCallerContext(_unwrap_if_constexpr(CONSUMER_WARPS))
+    gl.warp_specialize(roles, warps, registers, _semantic=_semantic, _generator=_generator)
+    _generator.caller_context = None
 
 
 # Make all warps of a role wait for each other; the compiler knows this barrier.
@@ -447,28 +459,30 @@ PAIR = gl.constexpr(256)
 
 
 @gluon.jit
-def open_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
+def open_ping_pong(me, cfg: gl.constexpr):
     """Let the first consumer start: the last one arrives at its barrier."""
-    if cfg.HAS_PING_PONG and ME == cfg.CONSUMERS - 1:
-        arrive_at_barrier(FIRST_BARRIER, PAIR)
+    if cfg.HAS_PING_PONG:  # noqa: SIM102 -- known while compiling
+        if me == cfg.CONSUMERS - 1:
+            arrive_at_barrier(FIRST_BARRIER, PAIR)
 
 
 @gluon.jit
-def await_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
+def await_ping_pong(me, cfg: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
     if cfg.HAS_PING_PONG:
-        wait_at_barrier(FIRST_BARRIER + ME, PAIR)
+        wait_at_barrier(FIRST_BARRIER + me, PAIR)
 
 
 @gluon.jit
-def pass_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
+def pass_ping_pong(me, cfg: gl.constexpr):
     """Let the next consumer issue."""
     if cfg.HAS_PING_PONG:
-        arrive_at_barrier(FIRST_BARRIER + (ME + 1) % cfg.CONSUMERS, PAIR)
+        arrive_at_barrier(FIRST_BARRIER + (me + 1) % cfg.CONSUMERS, PAIR)
 
 
 @gluon.jit
-def close_ping_pong(ME: gl.constexpr, cfg: gl.constexpr):
+def close_ping_pong(me, cfg: gl.constexpr):
     """Wait for the last arrival, so that no barrier is left half full."""
-    if cfg.HAS_PING_PONG and ME == 0:
-        wait_at_barrier(FIRST_BARRIER, PAIR)
+    if cfg.HAS_PING_PONG:  # noqa: SIM102 -- known while compiling
+        if me == 0:
+            wait_at_barrier(FIRST_BARRIER, PAIR)
