@@ -20,10 +20,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from compiled_kernels import Report, report
 
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION
+from flashtile.backends.hopper.relative_bias import with_program, with_table
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
-from flashtile.problem import Operands, Options
-from flashtile.testing import generator, qkv
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import generator, normal, qkv
 
 if TRITON_VERSION is None or TRITON_VERSION < OLDEST_TRITON:
     # The backend refuses it too, with this reason.
@@ -46,15 +47,20 @@ OLDEST_LIMITS: dict[tuple[str, int], tuple[int, int, int]] = {
     ("softcap", 64): (12, 8, 0),
     ("infinite slope", 64): (0, 76, 0),
     ("whole table", 128): (0, 144, 0),
+    ("relative bias", 64): (0, 8, 0),
+    ("relative bias", 128): (36, 424, 9),
 }
 NEWEST_LIMITS = {  # as far as they differ
     ("alibi", 64): (0, 176, 6),
     ("table", 64): (0, 0, 1),
     ("causal", 128): (8, 280, 1),
     ("softcap", 128): (300, 148, 0),
+    ("relative bias", 128): (48, 616, 15),
 }
+CALLS: dict[str, dict[str, Any]] = {name: {"score_mod": x} for name, x in FUNCTIONS.items()}
+CALLS["relative bias"] = {"relative_bias": normal(generator(1), 4, 257)}
 LIMITS = OLDEST_LIMITS | (NEWEST_LIMITS if NEWER else {})
-RARE = [*LIMITS][4:]  # with FULL only
+RARE = [*LIMITS][4:-2]  # with FULL only
 
 
 def call(head_dim: int, **options: Any) -> tuple[Operands, Options]:
@@ -62,7 +68,9 @@ def call(head_dim: int, **options: Any) -> tuple[Operands, Options]:
     sizes = {"B": 2, "M": 600, "N": 700, "Hq": 4, "Hk": 2, "D": head_dim, "Dv": head_dim}
     tensors = qkv(generator(0), **sizes, dtype=torch.bfloat16)
     make = described if "score_mod" in options else describe
-    return make(tensors, Dense(), options)
+    operands, described_options = make(tensors, Dense(), options)
+    problem = with_program(AttentionProblem.of(operands, described_options))
+    return Operands(*with_table(operands)), problem.options
 
 
 def checked(found: Report, spills: int) -> Report:
@@ -78,7 +86,7 @@ def checked(found: Report, spills: int) -> Report:
 )
 def test_functions_compile(name: str, head_dim: int):
     forward, backward, reloads = LIMITS[name, head_dim]
-    given = call(head_dim, score_mod=FUNCTIONS[name])
+    given = call(head_dim, **CALLS[name])
     checked(report(launch_of(*given)), forward)
     found = checked(report(launches_of(given)[1]), backward)
     shortest = min(found.blocks, key=lambda block: block.length)  # without a mask

@@ -146,9 +146,12 @@ def _backward(
     dlse: Tensor | None,
     key_dtype: torch.dtype,
     dq: Tensor | None = None,
+    name: str = BACKWARD,
 ) -> Gradients:
     given = (*operands, out, lse, dout, dlse)
     new = _backward_allocators(problem, operands, key_dtype, dq)
+    if name == OF_SCORES:
+        new = {buffer: x for buffer, x in new.items() if buffer not in ("dq", "dk", "dv")}
 
     def describe(given: Tensors, made: Tensors) -> list[Launch]:
         return backward_launches(problem, given, _named(new, made))
@@ -156,9 +159,7 @@ def _backward(
     made: Tensors
     if dq is None:
         call, allocators = (problem, key_dtype), list(new.values())
-        made = allocate_and_run_all(
-            BACKWARD, call, given, lambda: allocators, describe, lambda: None
-        )
+        made = allocate_and_run_all(name, call, given, lambda: allocators, describe, lambda: None)
     else:
         with torch.cuda.device_of(operands.q):
             made = tuple(allocate() for allocate in new.values())
@@ -176,17 +177,8 @@ def gradients_of_scores(
     dlse: Tensor | None,
 ) -> Gradients:
     """The gradients of tensors that scores read; those of q, k and v are None."""
-    new = _backward_allocators(problem, operands, operands.k.dtype)
-    new = {name: x for name, x in new.items() if name not in ("dq", "dk", "dv")}
-
-    def describe(given: Tensors, made: Tensors) -> list[Launch]:
-        return backward_launches(problem, given, _named(new, made))
-
-    given = (*operands, out, lse.contiguous(), dout, dlse)
-    made = allocate_and_run_all(
-        OF_SCORES, problem, given, lambda: list(new.values()), describe, lambda: None
-    )
-    return _gradients(problem, operands, lse, _named(new, made))
+    call = problem, operands, out, lse.contiguous(), dout, dlse, operands.k.dtype
+    return _backward(*call, name=OF_SCORES)
 
 
 def _named(names: Iterable[str], made: Tensors) -> BackwardBuffers:
