@@ -217,6 +217,8 @@ class AttentionProblem(NamedTuple):
     allows_tf32: bool = False  # float32 may be multiplied in TF32: see `allows_tf32`
     # The backend appends new tokens to the cache while it attends; None: the cache has them.
     appending: Appending | None = None
+    # Each value is the first columns of its key, as of latents: kernels may read keys only.
+    has_values_in_keys: bool = False
 
     @property
     def facts(self) -> tuple[Window | Chunk, ...]:
@@ -330,6 +332,7 @@ class AttentionProblem(NamedTuple):
             if operands.relative_bias is None
             else operands.relative_bias.shape[1] // 2,
             allows_tf32=q.is_cuda and q.dtype == torch.float32 and allows_tf32(),
+            has_values_in_keys=v.shape[-1] < k.shape[-1] and starts_after(k, v, 0),
         )
 
 
@@ -339,6 +342,20 @@ DIFFERENTIABLE = 8
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Rows of float8 queries, and of float8 keys and values, that share a per-block scale.
 FLOAT8_QUERY_BLOCK, FLOAT8_KEY_BLOCK = 64, 128
+
+
+def starts_after(x: Tensor, y: Tensor, columns: int) -> bool:
+    """Whether every row of `y` starts so many elements after that of `x`, in one buffer. False
+    where that is not known: tracers do not know the memory addresses of tensors.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(x) is not Tensor or type(y) is not Tensor:
+        return False
+    # A private function without type annotations.
+    is_alias: bool = torch._C._is_alias_of(x, y)  # type: ignore[attr-defined]
+    is_there = y.storage_offset() == x.storage_offset() + columns
+    return is_alias and is_there and x.stride() == y.stride()
 
 
 def allows_tf32() -> bool:

@@ -473,6 +473,21 @@ def test_strides_and_alignment_decide_only_what_is_launched(checked, monkeypatch
     assert len(checked) == 4
 
 
+def test_a_view_of_the_keys_decides_only_what_is_launched(checked, monkeypatch):
+    """Kernels read the values of latents from their tiles of keys."""
+    q, latents = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 1, 8)
+    calls = [(q, latents, x[..., :6]) for x in (latents, torch.randn_like(latents))]
+    for call in calls:
+        flashtile.attention(*call)
+    assert len(checked) == 1
+    flashtile.clear_caches()
+    monkeypatch.setattr(memo, "_has_launches", lambda x: True)
+    checked.clear()
+    for call in 2 * calls:
+        flashtile.attention(*call)
+    assert len(checked) == 2
+
+
 class OnGPU(torch.Tensor):
     is_cuda = True
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashtile import api
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
@@ -18,7 +19,7 @@ from flashtile.cli import in_processes, model_calls, warmup
 from flashtile.cli.model_calls import Layer, layers_of
 from flashtile.gpu.described import TARGETS, current_target
 from flashtile.gpu.hardware import multiprocessors
-from flashtile.problem import AttentionProblem
+from flashtile.problem import AttentionProblem, starts_after
 from flashtile_command import main
 
 pytestmark = pytest.mark.slow
@@ -127,6 +128,18 @@ def test_a_purpose_chooses_the_calls() -> None:
 def test_latents_are_decoded_as_one_head() -> None:
     calls = model_calls.calls_of(DEEPSEEK, "serving", 0)
     assert {call.layer for call in calls if call.kind == "decoding"} == {Layer(4, 1, 72, 64)}
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_values_of_latents_are_a_view(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(model_calls, "CAPACITY", 96)
+    monkeypatch.setattr(api, "attention_with_kvcache", lambda *call, **_: seen.append(call))
+    for call in model_calls.calls_of(DEEPSEEK, "serving", page_size):
+        if call.kind == "decoding":
+            warmup.make(call, "cpu")
+    assert seen
+    assert all(starts_after(k, v, 0) and v.shape[-1] == 64 for _, k, v, *_ in seen)
 
 
 @pytest.mark.parametrize("is_folder", [True, False])

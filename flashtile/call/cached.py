@@ -17,7 +17,7 @@ from ..operators import ops
 from ..ops import append
 from ..ops.append import formula
 from ..ops.gather import gather_pages
-from ..problem import FLOAT8, AttentionProblem, Operands
+from ..problem import FLOAT8, AttentionProblem, Operands, starts_after
 from . import checks, dispatch
 from .fold_qv import with_folded_qv
 from .layouts import Cached
@@ -43,6 +43,8 @@ def append_and_attend(call: Prepared) -> tuple[Tensor, Tensor]:
     operands, qv = rotate_and_append(call), call.keywords.get("qv")
     if qv is not None:
         operands = with_folded_qv(operands, qv)
+        is_latent = starts_after(operands.k, operands.v, 0)
+        problem = problem._replace(has_values_in_keys=is_latent)
     if problem.layout != "packed":
         return autograd.attend(problem, operands)
     out, lse = autograd.attend(problem, _as_packed(operands, problem))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import without_autocast
-from ..problem import Operands
+from ..problem import Operands, starts_after
 
 
 @without_autocast
@@ -41,19 +41,9 @@ def with_placeholders(operands: Operands, qv: Tensor) -> Operands:
 
 def _are_neighbours(left: Tensor, right: Tensor) -> bool:
     """Whether every row of `right` directly follows that of `left` in one buffer."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False  # tracers do not know the memory addresses of tensors
-    if type(left) is not Tensor or type(right) is not Tensor:
-        return False
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return False  # a view past the end of `left` has no gradient
-    return (
-        # A private function without type annotations.
-        torch._C._is_alias_of(left, right)  # type: ignore[attr-defined]
-        and left.stride() == right.stride()
-        and left.stride(-1) == 1
-        and right.storage_offset() == left.storage_offset() + left.shape[-1]
-    )
+    return left.stride(-1) == 1 and starts_after(left, right, left.shape[-1])
 
 
 def _buffer(left: Tensor, right: Tensor) -> Tensor:

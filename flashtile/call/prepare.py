@@ -101,7 +101,10 @@ def prepare(
         dispatch.check_name(backend)
     problem = AttentionProblem.of(operands, options)
     problem = problem._replace(
-        wants_probabilities=wants_probabilities, has_statistics=has_statistics
+        wants_probabilities=wants_probabilities,
+        has_statistics=has_statistics,
+        # The memo does not know whether k and v are neighbours, so that `fold_qv` copies nothing.
+        has_values_in_keys=problem.has_values_in_keys and keywords.get("qv") is None,
     )
     call = Checked(problem, operands, layout, keywords, backend)
     if stop is not None:

@@ -252,6 +252,9 @@ class Call(NamedTuple):
             )
             pages = torch.arange(k_cache.shape[0], dtype=torch.int32, device=device)
             options["page_table"] = pages.view(self.batch, -1)
+        if self.layer.value_head_dim < self.layer.head_dim:  # of latents, values are a view
+            k.zero_()  # a check compares it with v, and NaN would differ
+            v, v_cache = (x[..., : self.layer.value_head_dim] for x in (k, k_cache))
         api.attention_with_kvcache(q, k_cache, v_cache, k, v, **options)
 
     def _empty(self, device: str, name: str, has_grad: bool, length: int) -> Tensor:

@@ -10,6 +10,7 @@ FLOAT32 = "float32 rows of this length spill even with the smallest tile"
 ASSEMBLER = "the assembler stops short of 255 registers by itself"
 MEASURED = "the tile was measured on this device, and ones that spill nothing are slower"
 FILLED = "more than 128 registers would leave warps out; addresses spill, and a path that is rare"
+OUTPUT = "128 registers hold the output; addresses of keys spill, once for each tile"
 UNTUNED = "a tile that is as fast and spills nothing has not been looked for yet"
 
 ALLOWED = {
@@ -62,8 +63,9 @@ ALLOWED_IN_DECODING = {
     ("sm_80", 64, "pages of 16"): (8, ASSEMBLER),  # only with the newest Triton
     ("sm_89", 512, "one query"): (24, ASSEMBLER),  # of a float8 cache
     ("sm_90", 512, "one query"): (8, ASSEMBLER),
-    ("sm_90", 576, "latent keys"): (16, ASSEMBLER),
-    ("sm_80", 576, "latent keys"): (8, ASSEMBLER),  # only with the newest Triton
+    ("sm_90", 576, "latent keys"): (560, OUTPUT),
+    ("sm_90", 576, "latent keys, pages of 16"): (464, OUTPUT),
+    ("sm_80", 576, "latent keys"): (16, ASSEMBLER),  # only with the oldest Triton
     ("sm_86", 576, "latent keys, pages of 16"): (8, ASSEMBLER),
     ("sm_89", 576, "latent keys, pages of 16"): (8, ASSEMBLER),
     ("sm_120", 576, "latent keys, pages of 16"): (8, ASSEMBLER),

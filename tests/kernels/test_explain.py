@@ -168,6 +168,20 @@ def test_latent_keys_are_for_the_forward_alone(
     assert [x[: len(y)] for x, y in zip(reasons, wanted, strict=True)] == wanted
 
 
+@pytest.mark.parametrize(
+    ("values", "keys"), [("first columns", 64), ("last columns", 32), ("of their own", 32)]
+)
+def test_tiles_of_latents_hold_keys_and_values(values: str, keys: int):
+    latents, other = torch.empty(2, 2, 300, 1, 576, dtype=torch.bfloat16, device="meta")
+    v = {"first columns": latents[..., :512], "last columns": latents[..., 64:]}
+    q = torch.empty(2, 1, 128, 576, dtype=torch.bfloat16, device="meta")
+    operands = Operands(q, latents, v.get(values, other[..., :512]))
+    problem = AttentionProblem.of(operands, Options(1, 300, 0.1))
+    problem = problem._replace(device_type="cuda", capability=(9, 0))
+    config = plan.plan(problem, True).split.config
+    assert (keys == 64, keys) == (config.HAS_VALUES_IN_KEYS, config.BLOCK_N)
+
+
 def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware, "is_rocm", lambda: True)
     report = explained(monkeypatch, (9, 4))

@@ -52,6 +52,19 @@ def test_all_tiles_of_few_queries_share_the_gpu(seq_q: int, heads: int, tiles: i
     assert (wanted > 1) == (tiles > 0)
 
 
+@pytest.mark.parametrize(
+    ("batch", "seq_q", "wanted"), [(64, 1, 1), (64, 4, 1), (16, 1, 4), (1, 1, 64), (1, 4, 16)]
+)
+def test_latents_share_the_gpu(batch: int, seq_q: int, wanted: int):
+    """128 heads in tiles of 64 rows, one at a time on each of 132 multiprocessors."""
+    q = torch.empty(batch, seq_q, 128, 576, dtype=torch.bfloat16, device="meta")
+    latents = torch.empty(batch, 8192, 1, 576, dtype=torch.bfloat16, device="meta")
+    operands = Operands(q, latents, latents[..., :512])
+    problem = AttentionProblem.of(operands, Options(seq_q, 8192, 0.1))
+    problem = problem._replace(device_type="cuda", capability=(9, 0))
+    assert splits_of(problem, plan(problem, False).split.config, 132, batch * seq_q) == wanted
+
+
 def test_rows_of_no_sequence_count():
     """Parts have rows for them too, so there are fewer parts."""
     problem = problem_of(2, 1, 131072, (32, 1), num_splits=0)

@@ -138,10 +138,13 @@ def attend_keys(
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
         p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, 0.0)
     # (BLOCK_N, BLOCK_DV / PAIR)
-    v_tile = load_keys(
-        v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR, BLOCK_N,
-        cfg.BLOCK_DV // cfg.PAIR, cfg.UNPACK_VALUES,
-    )  # fmt: skip
+    if cfg.HAS_VALUES_IN_KEYS:
+        v_tile = k_tile
+    else:
+        v_tile = load_keys(
+            v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR,
+            BLOCK_N, cfg.BLOCK_DV // cfg.PAIR, cfg.UNPACK_VALUES,
+        )  # fmt: skip
     if cfg.HAS_FLOAT8_KEYS and cfg.PAIR == 1:
         v_tile = v_tile.to(tl.float16)
     if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):

@@ -128,6 +128,10 @@ BANDS: dict[str, dict[int, Tile]] = {
 # Keys above MAX_HEAD_DIM are loaded through pointers, with two tiles in flight; not measured.
 WIDE_KEY_FORWARD = dict.fromkeys(("sm_80", "sm_90", "sm_100"), Tile(32, 32, 8, 2))
 
+# The same where a tile of keys is that of values, too. Two of 64 keys fit the shared memory beside
+# 64 rows of queries, whose output fills the registers of two warpgroups.
+LATENT_FORWARD = {"sm_90": Tile(64, 64, 8, 2)}
+
 # Tiles (keys, warps, stages) for up to FEW_ROWS rows of queries, as in decoding. Reading keys and
 # values takes most of the time, so two programs share a multiprocessor and each has tiles in
 # flight. GPUs whose matrix instructions need no 64 rows (all but sm_90) use them for up to 32 rows.
@@ -253,6 +257,7 @@ class KernelConfig:
     CAPTURED_SUMS: Any = None
     CAPTURED_KEPT: int = 0  # tiles of sums that a program keeps for its band
     HAS_STATISTICS: bool = False  # the forward also has those of rows
+    HAS_VALUES_IN_KEYS: bool = False  # those before the tail: `has_latents`
     # Of a cache of packed rows: keys, their columns after D, and values (`plan_with_functions`).
     ROW_ALIGNMENT: int = 1  # bytes, at whose multiples rows start
     UNPACK_KEYS: Any = None
@@ -330,7 +335,9 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
             column_of(head_dim), forward
         )
     elif problem.D > MAX_HEAD_DIM and problem.dtype != torch.float32:
-        forward = WIDE_KEY_FORWARD.get(architecture(problem.capability), forward)
+        wide = LATENT_FORWARD if has_latents(problem) else {}
+        name = architecture(problem.capability)
+        forward = wide.get(name) or WIDE_KEY_FORWARD.get(name, forward)
     if (problem.options.score_mod or problem.relative_distance is not None) and (
         problem.dtype != torch.float32
     ):
@@ -375,6 +382,11 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         if is_short(problem)
         else None,
     )
+
+
+def has_latents(problem: AttentionProblem) -> bool:
+    """Whether a tile of keys before the tail is the tile of values, too."""
+    return problem.has_values_in_keys and problem.Dv == MAX_HEAD_DIM < problem.D
 
 
 def _shares_bytes(problem: AttentionProblem) -> bool:
@@ -649,6 +661,7 @@ def _kernel_plan(
         IS_INVARIANT=bool(options.batch_invariant),
         PART_KEYS=PART_KEYS if options.batch_invariant and problem.N > PART_KEYS else 0,
         HAS_STATISTICS=problem.has_statistics,
+        HAS_VALUES_IN_KEYS=has_latents(problem),
     )
     return KernelPlan(config, tile.warps, tile.stages)
 
@@ -715,16 +728,18 @@ def device_name(problem: AttentionProblem) -> str:
 # its caches grow.
 
 
-# Programs that one multiprocessor (SM) runs at the same time; tiles of few rows leave room for two.
-PROGRAMS_PER_SM = 2
+# Programs that one multiprocessor (SM) runs at the same time: tiles of few rows leave room for two,
+# those whose output has so many elements for one.
+PROGRAMS_PER_SM, LARGE_OUTPUT = 2, 64 * 512
 # Slowdown of an SM that runs a single program, which does not saturate memory bandwidth.
 SINGLE_PROGRAM_SLOWDOWN = 1.08
 # Costs in steps of the KV loop: starting a program; launching the merge, and reading 32 parts.
 START_STEPS = 1.5
 COMBINE_STEPS, COMBINE_STEPS_OF_32 = 3, 1
 # Largest number of rows, queries times the heads that share a key head, of a call that counts as
-# decoding: 128 heads share the latent keys of DeepSeek's MLA.
-FEW_QUERIES = 128
+# decoding: 128 heads share the latent keys of DeepSeek's MLA, and programs of latents are few even
+# with 4 queries.
+FEW_QUERIES, FEW_QUERIES_OF_LATENTS = 128, 512
 
 
 def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, tokens: int) -> int:
@@ -744,7 +759,8 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
     if asked > 0 or 0 in (problem.B, problem.M, problem.N, tokens):
         return max(asked, 1)
     rows = problem.M * (config.GROUP if config.IS_PACKED_GROUP else 1)
-    if rows > max(FEW_QUERIES, config.BLOCK_M) or config.MASK_TILE_M > 0:
+    few = FEW_QUERIES_OF_LATENTS if config.HAS_VALUES_IN_KEYS else FEW_QUERIES
+    if rows > max(few, config.BLOCK_M) or config.MASK_TILE_M > 0:
         return 1
     heads = problem.Hk if config.IS_PACKED_GROUP else problem.Hq
     programs = problem.B * heads * -(-rows // config.BLOCK_M)
@@ -754,21 +770,30 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
         is_split = programs < PROGRAMS_PER_SM * sm_count and parts <= min(most, MAX_SPLITS)
         return parts if is_split else 1
     steps = -(-_longest_loop(problem) // config.BLOCK_N)
-    return fastest_splits(programs, steps, sm_count, min(most, MAX_SPLITS))
+    is_alone = config.BLOCK_M * config.BLOCK_DV >= LARGE_OUTPUT
+    per_sm = 1 if is_alone else PROGRAMS_PER_SM
+    return fastest_splits(programs, steps, sm_count, min(most, MAX_SPLITS), per_sm)
 
 
 @memoised(4096)
-def fastest_splits(programs: int, steps: int, sm_count: int, most: int = MAX_SPLITS) -> int:
-    """The cheapest number of parts, up to `most`, for `programs` KV loops of `steps` steps.
+def fastest_splits(
+    programs: int,
+    steps: int,
+    sm_count: int,
+    most: int = MAX_SPLITS,
+    per_sm: int = PROGRAMS_PER_SM,
+) -> int:
+    """The cheapest number of parts, up to `most`, for `programs` KV loops of `steps` steps, of
+    which a multiprocessor runs `per_sm` at the same time.
 
     Programs that run at the same time share the memory bandwidth, so a round takes time in
     proportion to the number of programs on the fullest SM. Of equally cheap numbers, the smallest.
     """
 
     def cost(splits: int) -> float:
-        rounds, remainder = divmod(programs * splits, sm_count * PROGRAMS_PER_SM)
+        rounds, remainder = divmod(programs * splits, sm_count * per_sm)
         last = -(-remainder // sm_count)
-        shares = rounds * PROGRAMS_PER_SM + (SINGLE_PROGRAM_SLOWDOWN if last == 1 else last)
+        shares = rounds * per_sm + (SINGLE_PROGRAM_SLOWDOWN if last == 1 < per_sm else last)
         combine = COMBINE_STEPS + COMBINE_STEPS_OF_32 * splits / 32 if splits > 1 else 0
         return shares * (-(-steps // splits) + START_STEPS) + combine
 
