@@ -110,6 +110,14 @@ ROWS: dict[str, dict[str, object]] = {
         "Dv": 512,
         "needs_grad": False,
     },
+    "decoding over latents whose values are a view (MLA)": {
+        "M": 1,
+        "Hk": 1,
+        "D": 576,
+        "Dv": 512,
+        "needs_grad": False,
+        "has_values_in_keys": True,
+    },
 }
 
 

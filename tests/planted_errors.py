@@ -90,6 +90,20 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: all values are the first columns of the keys",
+        "starts_after",
+        "y.storage_offset() == x.storage_offset() + columns",
+        "True",
+        "tests/kernels/test_explain.py -k latents",
+    ),
+    Planted(
+        "memo: values of their own, as if they were those of latents",
+        "key_of",
+        "arguments[1].data_ptr() == arguments[2].data_ptr()",
+        "True",
+        "tests/test_memo.py -k view_of_the_keys",
+    ),
+    Planted(
         "triton: a row of NaN",
         "forward_kernel",
         "row_sum != 0.0",
@@ -485,6 +499,27 @@ HOPPER: list[Planted] = [
         "if wants_grad:",
         "if False:",
         "tests/hopper_kernels/test_compilation.py -k 'over_ranks and triton'",
+    ),
+    Planted(
+        "hopper: keys after the last latent are values",
+        "latent_kernel",
+        "if n0 + KEYS > N:",
+        "if n0 > N:",
+        "tests/hopper_kernels/test_latent_emulated.py -k decoding",
+    ),
+    Planted(
+        "hopper: weights of latents without a fence",
+        "latent_kernel",
+        "weights.store(p.to(dtype))\n        fence_async_shared()",
+        "weights.store(p.to(dtype))",
+        "tests/hopper_kernels/test_latent_emulated.py -k decoding",
+    ),
+    Planted(
+        "hopper: padding of queries over latents",
+        "latent_kernel",
+        "(total != 0.0) & (token < used)",
+        "total != 0.0",
+        "tests/hopper_kernels/test_latent_emulated.py -k padding",
     ),
     Planted(
         "hopper: left window off by one",

@@ -15,9 +15,11 @@ import pytest
 import torch
 from hopper_kernels import tile_counts
 from hopper_kernels.tile_counts import MASKS
+from kernels.decoding import LATENT_CASES, assert_decoding
 from processes import output_of
 
 import flashtile
+from flashtile.backends import hopper
 from flashtile.masks import BlockMask
 from flashtile.testing import cu_seqlens
 
@@ -124,6 +126,27 @@ def repeats_agree(shape, options):
             same = [torch.equal(a, b) for a, b in zip(again, first, strict=True)]
             assert all(same[:kept]), (repeat, deterministic, same)
             assert all(same[3:]), (repeat, deterministic, same)
+
+
+def test_repeats_over_latents_agree_bit_for_bit():
+    """Both warpgroups wait for each other, and for copies, without roles."""
+    g = torch.Generator("cuda").manual_seed(0)
+    q, latents = (
+        torch.randn(shape, generator=g, device="cuda").bfloat16()
+        for shape in ((64, 2, 128, 576), (64, 2048, 1, 576))
+    )
+    used = (37 * torch.arange(64, device="cuda", dtype=torch.int32)) % 2048
+    call = (q, latents, latents[..., :512])
+    options = {"cache_seqlens": used, "causal": True, "backend": "hopper"}
+    first = flashtile.attention_with_kvcache(*call, **options)
+    for _ in range(200):
+        assert torch.equal(flashtile.attention_with_kvcache(*call, **options), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LATENT_CASES)
+def test_small_decoding_over_latents(name, dtype, seed):
+    assert_decoding(hopper, name, dtype, seed, splits=(0, 1, 3), device="cuda")
 
 
 def test_repeats_of_packed_sequences_agree_bit_for_bit():

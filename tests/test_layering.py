@@ -93,6 +93,7 @@ FOLDERS = {
     "forward": {"shared", "forward"},
     "backward": {"shared", "forward", "backward"},
     "float8": {"shared", "forward", "float8"},
+    "latent": {"shared", "forward", "latent"},
 }
 
 # What may be imported besides the standard library: torch and what torch itself requires, and, in

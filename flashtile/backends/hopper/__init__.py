@@ -14,6 +14,7 @@ from ...problem import AttentionProblem, Operands
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
+from .latent.plan import describe_latent, is_latent, latent_reasons
 from .relative_bias import relative_bias_reasons, with_program, with_table
 
 __all__ = [
@@ -40,12 +41,15 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons, problem = relative_bias_reasons(problem), with_program(problem)
     if problem.dtype == float8.DTYPE:
         return reasons + float8.float8_reasons(problem)
+    if is_latent(problem):
+        return reasons + latent_reasons(problem)
     return reasons + plan.unsupported_reasons(problem) + backward_reasons(problem)
 
 
 def defers(problem: AttentionProblem) -> bool:
     """Whether Triton's kernels come first, because nobody has measured which ones are faster."""
-    return problem.relative_distance is not None or problem.has_score_gradients
+    is_new = problem.relative_distance is not None or problem.has_score_gradients
+    return is_new or is_latent(problem)
 
 
 def describe_plan(problem: AttentionProblem) -> str:
@@ -53,6 +57,8 @@ def describe_plan(problem: AttentionProblem) -> str:
     problem = with_program(problem)
     if problem.dtype == float8.DTYPE:
         return float8.describe_float8(problem)
+    if is_latent(problem):
+        return describe_latent(problem)
     return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
 
 
@@ -62,6 +68,10 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
         from .float8 import launch as float8_launch
 
         return float8_launch.forward(problem, operands)
+    if is_latent(problem):
+        from .latent import launch as latent_launch
+
+        return latent_launch.forward(problem, operands, into)
     from .forward import launch
 
     operands = Operands(*with_table(operands))  # type: ignore[arg-type]  # its fields
@@ -70,6 +80,10 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
 
 def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     """The forward of calls like one that has been made; None if it was not prepared."""
+    if is_latent(problem):
+        from .latent import launch as latent_launch
+
+        return latent_launch.prepared_forward(problem, tensors)
     from .forward import launch
 
     run = launch.prepared_forward(with_program(problem), with_table(tensors))

@@ -287,7 +287,7 @@ class KernelConfig:
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     """Why the Hopper backend cannot run `problem`; empty when it can."""
-    reasons = _device_reasons(problem)
+    reasons = device_reasons(problem)
     reasons += dtype_reasons(problem, DTYPES)
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
@@ -302,7 +302,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons + _option_reasons(problem) + _block_mask_reasons(problem)
 
 
-def _device_reasons(problem: AttentionProblem) -> list[str]:
+def device_reasons(problem: AttentionProblem) -> list[str]:
     reasons = []
     if problem.device_type != "cuda":
         reasons.append(f"tensors are on {problem.device_type} (this backend: cuda)")
