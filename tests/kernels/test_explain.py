@@ -180,6 +180,8 @@ def test_tiles_of_latents_hold_keys_and_values(values: str, keys: int):
     problem = problem._replace(device_type="cuda", capability=(9, 0))
     config = plan.plan(problem, True).split.config
     assert (keys == 64, keys) == (config.HAS_VALUES_IN_KEYS, config.BLOCK_N)
+    invariant = problem._replace(options=problem.options._replace(batch_invariant=True))
+    assert not plan.plan(invariant, True).split.config.HAS_VALUES_IN_KEYS
 
 
 def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):

@@ -385,8 +385,11 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
 
 
 def has_latents(problem: AttentionProblem) -> bool:
-    """Whether a tile of keys before the tail is the tile of values, too."""
-    return problem.has_values_in_keys and problem.Dv == MAX_HEAD_DIM < problem.D
+    """Whether a tile of keys before the tail is the tile of values, too. Calls that are
+    `batch_invariant` have the same tiles wherever their values lie.
+    """
+    is_view = problem.has_values_in_keys and not problem.options.batch_invariant
+    return is_view and problem.Dv == MAX_HEAD_DIM < problem.D
 
 
 def _shares_bytes(problem: AttentionProblem) -> bool:
