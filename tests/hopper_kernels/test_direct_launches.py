@@ -25,6 +25,7 @@ if torch.cuda.is_available():
 if shutil.which("cc") is None:
     pytest.skip("needs a C compiler", allow_module_level=True)
 
+from kernels.decoding import LATENT_CASES, make_decoding
 from triton import knobs
 
 import flashtile
@@ -32,6 +33,7 @@ from flashtile.backends import hopper
 from flashtile.backends.hopper.backward import launch as backward_path
 from flashtile.backends.hopper.forward import launch as forward_path
 from flashtile.backends.hopper.forward.plan import plan
+from flashtile.backends.hopper.latent import launch as latent_path
 from flashtile.backends.hopper.shared import launch as shared_path
 from flashtile.backends.triton import launch as triton_path
 from flashtile.call import prepare
@@ -108,7 +110,7 @@ class Passes:
 @pytest.fixture
 def passes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Passes:
     passes = Passes(driver)
-    for module in (forward_path, backward_path, triton_path):
+    for module in (forward_path, backward_path, latent_path, triton_path):
         monkeypatch.setattr(module, "allocate_and_run_all", passes.allocate_and_run_all)
         monkeypatch.setattr(module, "prepared_call", passes.prepared_call)
     return passes
@@ -161,6 +163,19 @@ def test_calls_of_all_kinds_alternate(passes: Passes, driver: Driver):
         if seed == 2:
             passes.in_python = 0
     assert passes.made == 6 * (2 * len(KINDS) - len(FORWARD_ONLY))
+    assert passes.in_python == 0  # in the last three rounds
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_decoding_over_latents(passes: Passes, parts: int):
+    for seed in range(6):
+        operands, options = make_decoding(LATENT_CASES[-1], torch.bfloat16, seed)
+        problem = AttentionProblem.of(operands, options._replace(num_splits=parts))
+        problem = problem._replace(device_type="cuda", capability=(9, 0))
+        hopper.forward(problem, operands)
+        if seed == 2:
+            passes.in_python = 0
+    assert passes.made == 6
     assert passes.in_python == 0  # in the last three rounds
 
 

@@ -14,6 +14,7 @@ KERNELS = (
     "backends.hopper.backward.kernel.backward_kernel",
     "backends.hopper.backward.dq.round_kernel",
     "backends.hopper.float8.kernel.float8_kernel",
+    "backends.hopper.latent.kernel.latent_kernel",
     "backends.triton.forward_pass.forward_kernel",
     "backends.triton.backward_pass.key_gradient_kernel",
     "backends.triton.backward_pass.query_gradient_kernel",
