@@ -1,4 +1,5 @@
-"""Triton's interpreter without work that it repeats, which takes most of its time."""
+"""Triton's interpreter without work that it repeats, which takes most of its time, and with checks
+of what kernels read and write."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
+
+    from .bounds import watch
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function from a kernel, whose launch has patched the language already.
@@ -65,3 +68,4 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     # Whether integers overflow is worked out for assertions, which only a debugger turns on.
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
+    watch()
