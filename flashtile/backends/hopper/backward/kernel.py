@@ -69,8 +69,8 @@ from ..shared.pipeline import (
     copy_to_shared,
     make_channel,
     make_queue,
+    run_roles,
     shared_rows,
-    specialize_warps,
 )
 from ..shared.schedule import NUMBERS, Mask, batch_of, next_number
 from ..shared.softmax import Dropout, Score
@@ -88,9 +88,6 @@ from .schedule import (
     put_no_work,
     visited_block,
 )
-
-OF_CONSUMERS = gl.constexpr(240)  # registers per thread
-OF_OTHERS = gl.constexpr(24)
 
 
 class Channels(NamedTuple):
@@ -365,48 +362,20 @@ def backward_kernel(
     if not cfg.IS_PERSISTENT:
         tile = listed_tile(tile, order, sizes, cfg)
     channels = make_channels(inputs, workspace, cfg)
-    if cfg.IS_SPLIT and cfg.IS_ORDERED:
-        specialize_warps(
-            [
-                (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
-                (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
-                (writer, (1, outputs, channels, tile, sizes, at, mask, cfg)),
-            ],
-            [4, 1, 1, 1],
-            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
-        )
-    elif cfg.IS_SPLIT:
-        specialize_warps(
-            [
-                (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
-            ],
-            [4, 1],
-            [OF_CONSUMERS, OF_OTHERS],
-        )
-    elif cfg.WRITERS == 2:
-        specialize_warps(
-            [
-                (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
-                (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
-                (writer, (1, outputs, channels, tile, sizes, at, mask, cfg)),
-            ],
-            [4, 1, 1, 1],
-            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS, OF_OTHERS],
-        )
-    else:
-        specialize_warps(
-            [
-                (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
-                (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
-                (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
-            ],
-            [4, 1, 1],
-            [OF_CONSUMERS, OF_OTHERS, OF_OTHERS],
-        )
+    WRITERS: gl.constexpr = 0 if cfg.IS_SPLIT and not cfg.IS_ORDERED else cfg.WRITERS
+    run_roles(
+        [
+            (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+            (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+        ]
+        if cfg.IS_SPLIT
+        else [
+            (consumer, (0, outputs, channels, tile, sizes, at, mask, score, cfg)),
+            (consumer, (1, outputs, channels, tile, sizes, at, mask, score, cfg)),
+        ],
+        [
+            (producer, (inputs, channels, tile, order, sizes, at, mask, cfg)),
+            (writer, (0, outputs, channels, tile, sizes, at, mask, cfg)),
+            (writer, (1, outputs, channels, tile, sizes, at, mask, cfg)),
+        ][: 1 + WRITERS],
+    )

@@ -20,9 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward.kernel import (
-    OF_OTHERS,
-    OF_THREE,
-    OF_TWO,
     Channels,
     Output,
     attend_tiles,
@@ -47,9 +44,9 @@ from ..shared.pipeline import (
     pass_ping_pong,
     pin,
     row_values,
+    run_roles,
     shared_rows,
     show_written,
-    specialize_warps,
 )
 from ..shared.schedule import (
     NUMBERS,
@@ -524,26 +521,14 @@ def float8_kernel(
     scales = Scales(scales.q, scales.k, scales.v)
     output = Output(Described(o_desc, None), out_ptr, lse_ptr)
     channels = make_channels(q_desc.dtype, o_desc.dtype, cfg)
-    if cfg.CONSUMERS == 2:
-        specialize_warps(
-            [
-                (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
-                (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
-                (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
-                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
-            ],
-            [4, 1, 1],
-            [OF_TWO, OF_OTHERS, OF_OTHERS],
-        )
-    else:
-        specialize_warps(
-            [
-                (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
-                (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
-                (consumer, (2, output, channels, scales, sizes, mask, score, cfg)),
-                (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
-                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
-            ],
-            [4, 4, 1, 1],
-            [OF_THREE, OF_THREE, OF_OTHERS, OF_OTHERS],
-        )
+    run_roles(
+        [
+            (consumer, (0, output, channels, scales, sizes, mask, score, cfg)),
+            (consumer, (1, output, channels, scales, sizes, mask, score, cfg)),
+            (consumer, (2, output, channels, scales, sizes, mask, score, cfg)),
+        ][: cfg.CONSUMERS],
+        [
+            (producer, (q, keys, v_desc, counter_ptr, channels, sizes, at, mask, cfg)),
+            (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
+        ],
+    )

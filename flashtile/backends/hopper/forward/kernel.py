@@ -56,9 +56,9 @@ from ..shared.pipeline import (
     pin,
     row_values,
     rows_of_heads,
+    run_roles,
     shared_rows,
     show_written,
-    specialize_warps,
     store_float32,
 )
 from ..shared.schedule import (
@@ -704,12 +704,6 @@ def store_rounded(
 # Shared memory and its barriers
 
 
-# Registers per thread of one of two consumers, one of three consumers, and the other roles.
-OF_TWO = gl.constexpr(240)
-OF_THREE = gl.constexpr(160)
-OF_OTHERS = gl.constexpr(24)
-
-
 class Channels(NamedTuple):
     """Everything in shared memory."""
 
@@ -891,26 +885,14 @@ def forward_kernel(
     )
     output = Output(Described(o_desc, o_tail_desc), out_ptr, lse_ptr)
     channels = make_channels(q_desc.dtype, cfg)
-    if cfg.CONSUMERS == 2:
-        specialize_warps(
-            [
-                (consumer, (0, output, channels, sizes, mask, score, cfg)),
-                (consumer, (1, output, channels, sizes, mask, score, cfg)),
-                (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
-                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
-            ],
-            [4, 1, 1],
-            [OF_TWO, OF_OTHERS, OF_OTHERS],
-        )
-    else:
-        specialize_warps(
-            [
-                (consumer, (0, output, channels, sizes, mask, score, cfg)),
-                (consumer, (1, output, channels, sizes, mask, score, cfg)),
-                (consumer, (2, output, channels, sizes, mask, score, cfg)),
-                (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
-                (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
-            ],
-            [4, 4, 1, 1],
-            [OF_THREE, OF_THREE, OF_OTHERS, OF_OTHERS],
-        )
+    run_roles(
+        [
+            (consumer, (0, output, channels, sizes, mask, score, cfg)),
+            (consumer, (1, output, channels, sizes, mask, score, cfg)),
+            (consumer, (2, output, channels, sizes, mask, score, cfg)),
+        ][: cfg.CONSUMERS],
+        [
+            (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
+            (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
+        ],
+    )

@@ -268,14 +268,27 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
 add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
-@builtin
-def specialize_warps(roles, warps, registers, _semantic=None, _generator=None):
-    """`gl.warp_specialize`, which parses what the first role shares with others of four warps once.
+# Registers per thread of each of two or three consumers, and of the other roles.
+CONSUMER_REGISTERS = {2: 240, 3: 160}
+OTHER_REGISTERS = 24
 
-    Triton parses a function anew for each number of warps, and the first role has none.
+
+@builtin
+def run_roles(consumers, others, _semantic=None, _generator=None):
+    """Run roles, functions with their arguments: consumers, and others that have one warp.
+
+    Triton parses a function anew for each number of warps, and gives the first role none; with one,
+    what all consumers call is parsed once.
     """
-    _generator.caller_context = GluonCallerContext(_unwrap_if_constexpr(CONSUMER_WARPS))
-    gl.warp_specialize(roles, warps, registers, _semantic=_semantic, _generator=_generator)
+    more, warps = len(consumers) - 1, _unwrap_if_constexpr(CONSUMER_WARPS)
+    _generator.caller_context = GluonCallerContext(warps)
+    gl.warp_specialize(
+        [*consumers, *others],
+        [warps] * more + [1] * len(others),
+        [CONSUMER_REGISTERS[len(consumers)]] * more + [OTHER_REGISTERS] * len(others),
+        _semantic=_semantic,
+        _generator=_generator,
+    )
     _generator.caller_context = None
 
 
