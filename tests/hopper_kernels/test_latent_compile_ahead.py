@@ -25,6 +25,7 @@ from compiled_kernels import key, report
 
 from flashtile.backends import hopper
 from flashtile.backends.hopper.latent.launch import latent_launches, scratch_of
+from flashtile.call import dispatch
 from flashtile.gpu.launch import Launch
 from flashtile.problem import AttentionProblem, lse_shape
 
@@ -58,6 +59,19 @@ def test_it_compiles(name: str, parts: int):
 def test_new_lengths_compile_nothing_new():
     pages, calls = LATENT_CASES[-1], ((2, 8, 1), (3, 128, 2), (5, 20, 4))
     assert len({key(launch_of(pages, n, Hq=Hq, M=M)) for n, Hq, M in calls}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "backend"),
+    [({"Hq": 128}, "hopper"), ({"Hq": 16, "M": 2}, "hopper"), ({"Hq": 16}, "triton")],
+    ids=str,
+)
+def test_the_faster_kernel_runs(change: dict[str, Any], backend: str):
+    """Measured: few rows are faster in Triton's tile of 16."""
+    operands, options = make_decoding("latent keys", torch.bfloat16)
+    problem = AttentionProblem.of(operands, options)
+    problem = problem._replace(capability=CAPABILITY, device_type="cuda", **change)
+    assert dispatch.select(problem) == backend
 
 
 CHANGES: dict[str, Any] = {

@@ -180,6 +180,8 @@ def test_tiles_of_latents_hold_keys_and_values(values: str, keys: int):
     problem = problem._replace(device_type="cuda", capability=(9, 0))
     config = plan.plan(problem, True).split.config
     assert (keys == 64, keys) == (config.HAS_VALUES_IN_KEYS, config.BLOCK_N)
+    few = plan.plan(problem._replace(Hq=16), True).split.config
+    assert (16, keys // 2) == (few.BLOCK_M, few.BLOCK_N)
     invariant = problem._replace(options=problem.options._replace(batch_invariant=True))
     assert not plan.plan(invariant, True).split.config.HAS_VALUES_IN_KEYS
 

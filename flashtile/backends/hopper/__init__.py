@@ -14,7 +14,7 @@ from ...problem import AttentionProblem, Operands
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
-from .latent.plan import describe_latent, is_latent, latent_reasons
+from .latent.plan import describe_latent, has_few_rows, is_latent, latent_reasons
 from .relative_bias import relative_bias_reasons, with_program, with_table
 
 __all__ = [
@@ -47,9 +47,11 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def defers(problem: AttentionProblem) -> bool:
-    """Whether Triton's kernels come first, because nobody has measured which ones are faster."""
+    """Whether Triton's kernels come first, because nobody has measured which ones are faster, or
+    because they are.
+    """
     is_new = problem.relative_distance is not None or problem.has_score_gradients
-    return is_new or is_latent(problem)
+    return is_new or (is_latent(problem) and has_few_rows(problem))
 
 
 def describe_plan(problem: AttentionProblem) -> str:

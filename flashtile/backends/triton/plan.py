@@ -131,6 +131,8 @@ WIDE_KEY_FORWARD = dict.fromkeys(("sm_80", "sm_90", "sm_100"), Tile(32, 32, 8, 2
 # The same where a tile of keys is that of values, too. Two of 64 keys fit the shared memory beside
 # 64 rows of queries, whose output fills the registers of two warpgroups.
 LATENT_FORWARD = {"sm_90": Tile(64, 64, 8, 2)}
+# For up to FEW_ROWS rows (keys, warps, stages): measured.
+LATENT_FEW_ROWS = {"sm_90": (32, 4, 3)}
 
 # Tiles (keys, warps, stages) for up to FEW_ROWS rows of queries, as in decoding. Reading keys and
 # values takes most of the time, so two programs share a multiprocessor and each has tiles in
@@ -683,6 +685,8 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
         if problem.has_float8_keys:
             pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
             few = Tile(FEW_ROWS, *pages.get((name, head_dim), FLOAT8_FORWARD[head_dim]))
+        if has_latents(problem) and name in LATENT_FEW_ROWS:
+            few = Tile(FEW_ROWS, *LATENT_FEW_ROWS[name])
         if rows <= FEW_ROWS:
             return few
         if rows <= 32 and name != "sm_90" and head_dim <= 256:

@@ -35,6 +35,11 @@ def is_latent(problem: AttentionProblem) -> bool:
     return problem.has_values_in_keys and problem.D == VALUES + TAIL
 
 
+def has_few_rows(problem: AttentionProblem) -> bool:
+    """Whether most rows of a tile would be padding: Triton has a faster tile for them."""
+    return problem.M * problem.Hq <= ROWS // 4
+
+
 def latent_reasons(problem: AttentionProblem) -> list[str]:
     """Why the kernel cannot run a call on latent keys; empty when it can."""
     options = problem.options
