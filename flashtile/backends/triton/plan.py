@@ -98,10 +98,12 @@ HALF: dict[str, dict[int, tuple[Tile, ...]]] = {
     },
 }
 
-# With a block mask every step reads a list of tiles, so larger steps pay off.
+# With a block mask every step reads a list of tiles, so larger steps pay off in the forward: if the
+# mask's tiles consist of them. Other tiles are those of forward and dQ.
 BLOCK_MASK_FORWARD: dict[str, dict[int, Tile]] = {
     "sm_90": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2)},
 }
+SMALL_BLOCK_MASK: dict[str, Tile] = {"sm_90": Tile(64, 64, 4, 2)}  # head dims to 128
 
 # Score functions and a relative bias take registers in the backward: (dK and dV, dQ).
 SCORED_BACKWARD: dict[str, dict[int, tuple[Tile, Tile]]] = {
@@ -333,9 +335,7 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         table, kind = architecture(problem.capability), precision(problem)
     forward, keys, queries, *values = tiles_for(table, head_dim, kind)
     if problem.block_tile is not None and problem.dtype != torch.float32:
-        forward = BLOCK_MASK_FORWARD.get(architecture(problem.capability), {}).get(
-            column_of(head_dim), forward
-        )
+        forward, queries = _for_block_mask(problem, forward, queries)
     elif problem.D > MAX_HEAD_DIM and problem.dtype != torch.float32:
         wide = LATENT_FORWARD if has_latents(problem) else {}
         name = architecture(problem.capability)
@@ -698,6 +698,19 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
             warps = tile.warps if height * head_dim > 64 * 128 else 4
             return tile._replace(BLOCK_M=height, warps=warps)
     return tile
+
+
+def _for_block_mask(problem: AttentionProblem, forward: Tile, queries: Tile) -> tuple[Tile, Tile]:
+    """The tiles of the forward and of dQ under a block mask, in 16 bits."""
+    name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
+    large = BLOCK_MASK_FORWARD.get(name, {}).get(head_dim)
+    if large is None or problem.block_tile is None:
+        return forward, queries
+    mask_m, mask_n = problem.block_tile
+    if mask_m % large.BLOCK_M == mask_n % large.BLOCK_N == 0:
+        return large, queries
+    small = SMALL_BLOCK_MASK[name]
+    return small, small
 
 
 def _fit(block: int, mask_tile: int) -> int:
