@@ -585,7 +585,12 @@ class Writer:
         others = [x for n, x in inside.items() if n not in spread]
         least, greatest = ({n: f"{names[n]}_{x}" for n in spread} for x in ("least", "greatest"))
         is_one = " & ".join(f"({least[n]} == {greatest[n]})" for n in spread)
-        is_inside = " & ".join(f"({least[n]} >= 0) & ({greatest[n]} < {sizes[n]})" for n in spread)
+        uniform = []  # checked once for the tile; in Triton's tiles every row may have its own head
+        if self._language.has_distance:
+            uniform = [inside[n] for n, x in given.items() if not self.facts.axes(x)]
+        unlike = [x for x in others if x not in uniform]
+        of_spread = (f"({least[n]} >= 0) & ({greatest[n]} < {sizes[n]})" for n in spread)
+        is_inside = " & ".join([*uniform, *of_spread])
         one = {n: f"wrapped({least[n]}, {sizes[n]})" for n in spread}
         in_one = [*others, *(_inside(x, sizes[n]) for n, x in one.items())]
         return [
@@ -595,7 +600,7 @@ class Writer:
             f"    {self._load(line, names | one, in_one, is_each=False)}",
             f"    {line.name} = {self._language.spread.format(x=line.name)}",
             f"elif {is_inside}:",
-            f"    {self._load(line, names | spread, others, is_each=True)}",
+            f"    {self._load(line, names | spread, unlike, is_each=True)}",
             "else:",
             *(f"    {checks[n]}" for n in spread),
             f"    {load}",

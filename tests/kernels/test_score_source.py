@@ -15,7 +15,17 @@ from flashtile.backends.triton.captured_source import CAPTURED, SUMS, captured_s
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import prepare
-from flashtile.gpu.score_source import GLUON, GRADIENT, SCORE, Corners, Facts, Writer, source_of
+from flashtile.gpu.score_source import (
+    GLUON,
+    GRADIENT,
+    SCORE,
+    TRITON,
+    Corners,
+    Facts,
+    Language,
+    Writer,
+    source_of,
+)
 from flashtile.problem import AttentionProblem
 from flashtile.score_mod import derivative, described
 from flashtile.score_mod.program import VALUES, parsed
@@ -25,10 +35,10 @@ TABLE = torch.zeros(4, 9)
 CPU = torch.device("cpu")
 
 
-def source(function: ScoreMod) -> str:
+def source(function: ScoreMod, language: Language = TRITON) -> str:
     """The last function of the source, without its first line."""
     text = described(function, torch.float32, torch.device("cpu")).program
-    return source_of(text, SCORE).rpartition("integers_ptr):\n")[2]
+    return source_of(text, SCORE, language).rpartition("integers_ptr):\n")[2]
 
 
 def test_a_table() -> None:
@@ -200,13 +210,20 @@ def test_bounds_hold_in_every_tile() -> None:
 
 def test_tiles_that_read_one_number_or_need_no_checks_are_told_apart() -> None:
     """Where the bounds of an index are known."""
-    known = source(lambda s, b, h, i, j: s + TABLE[h, (j - i).clamp(-4, 4) + 4])
+
+    def clamped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + TABLE[h, (j - i).clamp(-4, 4) + 4]
+
+    known = source(clamped)
     unknown = source(lambda s, b, h, i, j: s + TABLE[h, (j - i) * (j - i)])
     counts = [
         (x.count("tl.load("), x.count("load_each("), x.count("if ")) for x in (known, unknown)
     ]
     assert counts == [(1, 2, 2), (0, 1, 0)]
     assert "elif (t3_1_least >= 0) & (t3_1_greatest < 9):" in known
+    gluon, of_head = source(clamped, GLUON), "(t3_0 >= 0) & (t3_0 < 4)"
+    assert f"elif {of_head} & (t3_1_least >= 0) & (t3_1_greatest < 9):" in gluon
+    assert gluon.count(of_head) == 3  # loads of a tile whose indices are inside check nothing
 
 
 def test_a_forced_gpu_backend_says_why() -> None:
