@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...backend_interface import Gradients, Results, Run, RunBackward, Tensors
-from ...problem import AttentionProblem, Operands
+from ...problem import AttentionProblem, Operands, captured_needs_grad
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
@@ -50,8 +50,9 @@ def defers(problem: AttentionProblem) -> bool:
     """Whether Triton's kernels come first, because nobody has measured which ones are faster, or
     because they are.
     """
-    is_new = problem.relative_distance is not None or problem.has_score_gradients
-    return is_new or (is_latent(problem) and has_few_rows(problem))
+    options = problem.options
+    is_untimed = options.alibi_needs_grad or captured_needs_grad(options)
+    return is_untimed or (is_latent(problem) and has_few_rows(problem))
 
 
 def describe_plan(problem: AttentionProblem) -> str:
