@@ -213,19 +213,25 @@ def attention_reference(
         hidden=~visible,
         sink=sink,
         factor=factor,
-        function=None if score_mod is None else _of_scores(score_mod, B, Hq, M, N),
+        function=None if score_mod is None else _of_scores(score_mod, B, Hq, M, N, ~visible),
         relative_bias=None if relative_bias is None else _relative_bias(relative_bias, distance),
     )
     return Reference(*attend(q, k, v, rule))
 
 
 def _of_scores(
-    score_mod: Callable[..., Tensor], B: int, Hq: int, M: int, N: int
+    score_mod: Callable[..., Tensor], B: int, Hq: int, M: int, N: int, hidden: Tensor
 ) -> Callable[[Tensor], Tensor]:
     """The function of all scores at once, in their dtype."""
     i, j = torch.arange(M)[:, None], torch.arange(N)
     b, h = torch.arange(B)[:, None, None, None], torch.arange(Hq)[:, None, None]
-    return lambda scores: score_mod(scores, b, h, i, j).to(scores.dtype).expand(scores.shape)
+
+    def function(scores: Tensor) -> Tensor:
+        # The derivative may be infinite at the score of a hidden key, which is 0 of padding.
+        given = scores.masked_fill(hidden, 1.0)
+        return score_mod(given, b, h, i, j).to(scores.dtype).expand(scores.shape)
+
+    return function
 
 
 def _alibi(slopes: Tensor, distance: Tensor) -> Alibi:

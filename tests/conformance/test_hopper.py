@@ -6,6 +6,7 @@ many of them. Here a refusal is a failure, so no call is skipped unnoticed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -129,7 +130,7 @@ def with_function(name, options):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_score_functions(name, D, options, seed):
-    check_dense(SIZES._replace(D=D), with_function(name, options), torch.bfloat16, BACKEND, seed)
+    check_dense(replace(SIZES, D=D), with_function(name, options), torch.bfloat16, BACKEND, seed)
 
 
 @pytest.mark.parametrize("D", [80, 96, 192, 256])
@@ -165,8 +166,8 @@ READ_BY_SCORES = (
 @pytest.mark.parametrize("D", [64, 128])
 def test_gradients_of_what_scores_read(D, options, seed):
     """Triton's kernels add them to the gradients of Hopper's."""
-    check_dense(SIZES._replace(D=D), options, torch.bfloat16, BACKEND, seed)
-    check_varlen(LENGTHS_Q, LENGTHS_K, PACKED._replace(D=D), options, torch.bfloat16, BACKEND, seed)
+    check_dense(replace(SIZES, D=D), options, torch.bfloat16, BACKEND, seed)
+    check_varlen(LENGTHS_Q, LENGTHS_K, replace(PACKED, D=D), options, torch.bfloat16, BACKEND, seed)
 
 
 @pytest.mark.parametrize(
