@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...backend_interface import Gradients, Results, Run, RunBackward, Tensors
-from ...problem import AttentionProblem, Operands, captured_needs_grad
+from ...problem import AttentionProblem, Operands
 from .backward.plan import backward_reasons, describe_backward
 from .float8 import plan as float8
 from .forward import plan
@@ -47,12 +47,11 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
 
 
 def defers(problem: AttentionProblem) -> bool:
-    """Whether Triton's kernels come first, because nobody has measured which ones are faster, or
-    because they are.
+    """Whether Triton's kernels come first: they keep the differences of huge relative biases, are
+    faster, or nobody has measured which ones are.
     """
-    options = problem.options
-    is_untimed = options.alibi_needs_grad or captured_needs_grad(options)
-    return is_untimed or (is_latent(problem) and has_few_rows(problem))
+    by_triton = problem.relative_distance is not None or problem.has_score_gradients
+    return by_triton or (is_latent(problem) and has_few_rows(problem))
 
 
 def describe_plan(problem: AttentionProblem) -> str:
