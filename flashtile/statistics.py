@@ -17,6 +17,7 @@ from . import autograd, backends
 from .autocast import autocast_off
 from .autograd import INPUTS, NUMBERS, TENSORS, is_transformed
 from .backend_interface import Measurer
+from .lru import memoised
 from .operators import library, ops, register_fake
 from .problem import (
     DIFFERENTIABLE,
@@ -103,11 +104,18 @@ def refuse_unsupported(problem: AttentionProblem) -> None:
         )
 
 
-def _measuring(problem: AttentionProblem, has_statistics: bool) -> AttentionProblem:
-    """The problem, with the backend that has the statistics of its device."""
+def _measuring(problem: AttentionProblem) -> AttentionProblem:
+    """The problem, with the backend of its device that has all statistics."""
     name = "cpu" if problem.device_type == "cpu" else "triton"
-    options = problem.options._replace(backend=name)
-    return problem._replace(options=options, has_statistics=has_statistics)
+    return problem._replace(options=problem.options._replace(backend=name))
+
+
+@memoised(4096)
+def _with_statistics_of_rows(problem: AttentionProblem) -> AttentionProblem:
+    """The problem with statistics of rows: of its backend, which has its backward, if it can."""
+    problem = problem._replace(has_statistics=True)
+    reasons = backends.BACKENDS[problem.options.backend].unsupported_reasons(problem)
+    return _measuring(problem) if reasons else problem
 
 
 def attend(
@@ -139,8 +147,9 @@ def attend(
 
 def largest_of_heads(largest: Tensor) -> Tensor:
     """(heads,): the largest of each head, of (batch, heads, seq_q) or (heads, total_q)."""
-    rows = largest.movedim(-2, 0).flatten(1)
-    return torch.cat((rows, rows.new_full((rows.shape[0], 1), -torch.inf)), 1).amax(1)
+    if largest.numel() == 0:
+        return largest.new_full((largest.shape[-2],), -torch.inf)
+    return largest.amax((0, 2) if largest.dim() == 3 else 1)
 
 
 def as_batch(
@@ -170,11 +179,12 @@ library.define(
 
 def _with_statistics(*args: Any) -> tuple[Tensor, ...]:
     operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
-    problem = _measuring(AttentionProblem.of(operands, options), has_statistics=True)
+    problem = _with_statistics_of_rows(AttentionProblem.of(operands, options))
     with autocast_off(operands.q):
         out, *rows = backends.BACKENDS[problem.options.backend].forward(problem, operands)
     # No result of an op may share memory with another one.
-    return out, *(x.clone(memory_format=torch.contiguous_format) for x in rows)
+    shared = (x.untyped_storage().nbytes() > x.nbytes for x in rows)
+    return out, *(x.clone() if is_part else x for x, is_part in zip(rows, shared, strict=True))
 
 
 def _fake_with_statistics(*args: Any) -> tuple[Tensor, ...]:
@@ -195,7 +205,7 @@ def add_column_sums(
     problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor
 ) -> None:
     """Add the probabilities of each key to `into`: `backend_interface.Measurer`."""
-    problem = _measuring(problem, has_statistics=False)
+    problem = _measuring(problem)
     backend = cast(Measurer, backends.BACKENDS[problem.options.backend])
     with autocast_off(operands.q):
         backend.column_sums(problem, operands, lse, into)

@@ -27,9 +27,11 @@ def launch_of(operands: Operands, options: Options, **facts: object) -> Launch:
     problem = problem._replace(capability=CAPABILITY, device_type="cuda", **facts)
     counter = torch.zeros(2, dtype=torch.int32)
     config = config_of(problem)
-    out, lse = (allocate() for allocate in outputs(operands, config))
+    out, lse, *rows = (allocate() for allocate in outputs(operands, config))
     tiles = next((allocate() for allocate in tile_list(problem, config, operands)), None)
-    launch = forward_launch(problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles)
+    launch = forward_launch(
+        problem, config, operands, out, lse, MULTIPROCESSORS, counter, tiles, *rows
+    )
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.spans > 0:
         launch.arguments["blocks"] = unwritten_spans(problem, config, operands)

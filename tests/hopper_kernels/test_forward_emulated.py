@@ -143,25 +143,28 @@ def say_more(patch: pytest.MonkeyPatch) -> None:
 
 def emulate(
     operands: Operands, options: Options, seed: int, is_partial: bool = False,
-    into: Results | None = None,
-) -> Results:  # fmt: skip
-    """(out, lse) that the emulated kernel writes into poisoned outputs; rows of no sequence keep
-    what they have in the tensors `into`."""
+    into: Results | None = None, has_statistics: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(out, lse) and statistics that the emulated kernel writes into poisoned outputs; rows of no
+    sequence keep what they have in the tensors `into`."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
-    problem = problem._replace(is_partial=is_partial)
+    problem = problem._replace(is_partial=is_partial, has_statistics=has_statistics)
     counter = torch.zeros(2, dtype=torch.int32)
     config = config_of(problem)
-    out, lse = into or [allocate() for allocate in outputs(operands, config)]
+    out, lse, *rows = into or [allocate() for allocate in outputs(operands, config)]
     tiles = next((allocate() for allocate in tile_list(problem, config, operands)), None)
     if tiles is not None:
         tiles.fill_(UNWRITTEN)
-    launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles)
+    launch = forward_launch(problem, config, operands, out, lse, PROGRAMS, counter, tiles, *rows)
     launch.arguments["blocks"] = lists_of(problem, config, operands)
     if problem.spans > 0:
         launch.arguments["blocks"] = unwritten_spans(problem, config, operands)
     if into is None:
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
+    if not config.IS_RAGGED:  # where rows of no sequence have been filled
+        for x in rows:
+            x.fill_(torch.nan)
     launch = launch._replace(grid=(PROGRAMS,))  # also more programs than tiles
     *before, launch = with_lists(problem, config, operands, launch, fills=into is None)
     parts = (PARTS.value, 1)[seed % 2]
@@ -169,7 +172,7 @@ def emulate(
         before[0] = before[0]._replace(grid=(problem.B, parts))
     emulator.run_chain([*before, launch], seed)
     assert counter.tolist() == [0, 0]  # as the next launch wants them
-    return out, lse
+    return out, lse, *rows
 
 
 def check(

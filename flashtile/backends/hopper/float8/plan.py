@@ -56,6 +56,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
         "block_mask": problem.block_tile is not None,
         "a mask of spans": problem.spans > 0,
         "gradients": problem.needs_grad,
+        "statistics": problem.has_statistics,
         "a score_mod that reads more than the score": problem.options.has_indexed_scores,
         "a dense batch with lengths": problem.layout == "dense" and problem.has_lengths,
     }

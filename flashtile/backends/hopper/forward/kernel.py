@@ -91,6 +91,7 @@ from ..shared.schedule import (
 from ..shared.softmax import (
     LN2,
     LOG2E,
+    NO_WEIGHT,
     SLACK_LOG2,
     Draws,
     Dropout,
@@ -109,6 +110,7 @@ from ..shared.softmax import (
     masked_by_intervals,
     own_mask,
     paired,
+    partial_logarithms,
     partial_row_sum,
     pivot_of,
     rescaled,
@@ -169,9 +171,13 @@ class Progress:
     rescale: gl.tensor  # (64,) the factor that is not yet applied to that output
     row_max: gl.tensor  # (64,) lazy, see `lazy_max`
     row_sum: gl.tensor  # (64, 4)
+    largest: gl.tensor  # (64,) the largest score; not read without HAS_STATISTICS
+    logarithms: gl.tensor  # (64, 4) sums of p log2 p; not read without HAS_ENTROPY
 
     @gluon.constexpr_function
-    def __init__(self, i, block, p, o, o_tail, rescale, row_max, row_sum):
+    def __init__(
+        self, i, block, p, o, o_tail, rescale, row_max, row_sum, largest, logarithms
+    ):
         self.i = i
         self.block = block
         self.p = p
@@ -180,6 +186,8 @@ class Progress:
         self.rescale = rescale
         self.row_max = row_max
         self.row_sum = row_sum
+        self.largest = largest
+        self.logarithms = logarithms
 
 
 @gluon.jit
@@ -209,7 +217,12 @@ def attend_tiles(
         # Read again, because the KV loop has no registers left for it.
         work = read_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
         scale, lse = math.normalisation(me, done, work, score.sink_ptr, cfg)
-        store_lse(me, lse, output, work, sizes, cfg)
+        store_number(me, lse, output.lse_ptr, work, sizes, cfg)
+        if cfg.HAS_STATISTICS:
+            store_number(me, done.largest * LN2, output.largest_ptr, work, sizes, cfg)
+        if cfg.HAS_ENTROPY:
+            entropy = entropy_of(done, scale, score.sink_ptr, cfg)
+            store_number(me, entropy, output.entropy_ptr, work, sizes, cfg)
         o, o_tail = finished_output(o, o_tail, cfg)
         channels.v.release_operand(done.i)
         i = pass_blocks(me, done.i + 1, blocks_after(done.block, work, cfg), channels, cfg)
@@ -479,7 +492,8 @@ class Math16:
             row_max = gl.maximum(row_max, as_rows_of(s, gl.max(s_rest, 1) * factor))
         pivot = pivot_of(row_max, True)
         # (64, KEYS)
-        p = gl.exp2(s * factor - pivot[:, None])
+        exponent = s * factor - pivot[:, None]
+        p = gl.exp2(exponent)
         weights = paired(p, channels.v.tiles.dtype)
         if cfg.HAS_DROPOUT:  # which does not change the row sum
             weights = dropped(weights, kept)
@@ -489,10 +503,20 @@ class Math16:
         # The layouts of the loop, which other widths only name differently.
         SUMS: gl.constexpr = partial_row_sum(empty_accumulator(cfg.BLOCK_N)).type.layout
         row_sum = gl.convert_layout(partial_row_sum(p), SUMS, assert_trivial=True)
+        largest, logarithms = i * 0, i * 0
+        if cfg.HAS_STATISTICS:
+            largest = gl.convert_layout(row_max, row_values(cfg.BLOCK_N), assert_trivial=True)
+        if cfg.HAS_ENTROPY:
+            logarithms = partial_logarithms(p, exponent, True)
+            logarithms = gl.convert_layout(logarithms, SUMS, assert_trivial=True)
         if REST > 0:
             # (64, REST)
-            p = gl.exp2(s_rest * factor - as_rows_of(s_rest, pivot)[:, None])
+            exponent = s_rest * factor - as_rows_of(s_rest, pivot)[:, None]
+            p = gl.exp2(exponent)
             row_sum += gl.convert_layout(partial_row_sum(p), SUMS, assert_trivial=True)
+            if cfg.HAS_ENTROPY:
+                more = partial_logarithms(p, exponent, True)
+                logarithms += gl.convert_layout(more, SUMS, assert_trivial=True)
             channels.v.acquire(i)
             p = paired(p, channels.v.tiles.dtype)
             o, o_tail = add_output(o, o_tail, p, i, channels, KEYS, cfg)
@@ -506,6 +530,8 @@ class Math16:
             gl.full([CONSUMER_ROWS], 1.0, gl.float32, row_values(cfg.BLOCK_N)),
             gl.convert_layout(row_max, row_values(cfg.BLOCK_N), assert_trivial=True),
             row_sum,
+            largest,
+            logarithms,
         )
 
     @gluon.jit
@@ -533,7 +559,8 @@ class Math16:
         s = finished_scores(s, n0, own, rows, score, IS_MASKED, cfg)
         factor = linear_scale(score, cfg)
         # (64,)
-        row_max = lazy_max(now.row_max, gl.max(s, 1) * factor, SLACK_LOG2)
+        seen_max = gl.max(s, 1) * factor
+        row_max = lazy_max(now.row_max, seen_max, SLACK_LOG2)
         if cfg.WAITS == "early":
             pin(row_max)
             o, o_tail = finished_output(o, o_tail, cfg)
@@ -541,9 +568,19 @@ class Math16:
         pivot = pivot_of(row_max, IS_MASKED or cfg.SCORE_MOD is not None)
         rescale = gl.exp2(now.row_max - pivot)
         # (64, BLOCK_N)
-        p = gl.exp2(s * factor - pivot[:, None])
+        exponent = s * factor - pivot[:, None]
+        p = gl.exp2(exponent)
         # (64, 4)
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
+        largest, logarithms = now.largest, now.logarithms
+        if cfg.HAS_STATISTICS:
+            largest = gl.maximum(largest, seen_max)
+        if cfg.HAS_ENTROPY:
+            drop = gl.maximum(now.row_max - pivot, NO_WEIGHT)
+            # (64, 4)
+            logarithms = rescaled(logarithms + rescaled(now.row_sum, drop), rescale)
+            more = partial_logarithms(p, exponent, IS_MASKED)
+            logarithms += gl.convert_layout(more, row_sum.type.layout, assert_trivial=True)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":
                 pin(row_sum)
@@ -554,7 +591,9 @@ class Math16:
             p = dropped(p, kept)
         if IS_MASKED and cfg.HAS_HIDDEN_KEYS:  # here, because the scores need no registers now
             clear_values(me, is_cleared, values, i, channels, cfg)
-        return Progress(i, block, p, o, o_tail, rescale, row_max, row_sum)
+        return Progress(
+            i, block, p, o, o_tail, rescale, row_max, row_sum, largest, logarithms
+        )  # fmt: skip
 
     @gluon.jit
     def issue_output(self, now, channels, cfg: gl.constexpr):
@@ -609,7 +648,7 @@ def clear_values(me, is_cleared, kept, i, channels, cfg: gl.constexpr):
         show_written(FIRST_BARRIER + cfg.CONSUMERS + me)
 
 
-# Results: the output of a consumer's rows, and their log-sum-exp
+# Results: the output of a consumer's rows, their log-sum-exp and statistics
 
 
 class Output(NamedTuple):
@@ -618,6 +657,8 @@ class Output(NamedTuple):
     desc: Any  # Described
     ptr: Any
     lse_ptr: Any
+    largest_ptr: Any = None  # with HAS_STATISTICS
+    entropy_ptr: Any = None
 
 
 @gluon.jit
@@ -645,15 +686,38 @@ def normalisation(me, row_max, row_sum, work, sink_ptr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def store_lse(me, lse, output, work, sizes, cfg: gl.constexpr):
-    """Store the log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
+def entropy_of(done, scale, sink_ptr, cfg: gl.constexpr):
+    """The entropy of each row in nats; `scale` is from `normalisation`.
+
+    A sink is one more outcome. The choice between it and the keys has an entropy, and the keys have
+    theirs with the probability `share`.
+    """
+    # (64, 4) -> (64,)
+    row_sum = whole_row_sum(done.row_sum, cfg)
+    safe_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+    entropy = (log2(safe_sum) - whole_row_sum(done.logarithms, cfg) / safe_sum) * LN2
+    if sink_ptr is not None:
+        share = scale * row_sum
+        entropy = share * entropy + information(share) + information(1.0 - share)
+    return entropy
+
+
+@gluon.jit
+def information(p):
+    """-p ln p; 0 of 0, and of what rounding makes less."""
+    return -p * log2(gl.where(p > 0.0, p, 1.0)) * LN2
+
+
+@gluon.jit
+def store_number(me, x, ptr, work, sizes, cfg: gl.constexpr):
+    """Store a number of each row, into (B, Hq, M) or, packed, (Hq, total_q)."""
     rows = work.m0 + me * CONSUMER_ROWS
     rows += gl.arange(0, CONSUMER_ROWS, layout=row_values(cfg.BLOCK_N))
     if not cfg.IS_PACKED:
         offset = (work.b * sizes.heads + work.h).to(gl.int64) * sizes.M
     else:
         offset = work.h.to(gl.int64) * sizes.total_q + work.start_q
-    gl.store(output.lse_ptr + offset + rows, lse, mask=rows < work.M)
+    gl.store(ptr + offset + rows, x, mask=rows < work.M)
 
 
 @gluon.jit
@@ -870,7 +934,7 @@ def forward_kernel(
     left, right, chunk, alibi_batch, scale, softcap, first_kept, drop_scale, blocks,
     cfg: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of every tile."""
+    """Output, log-sum-exp and statistics of every tile."""
     sizes = Sizes(B, M, N, total_q, total_k, heads, group, swizzle, tiles)
     mask = Mask(left, right, chunk, blocks, at.q_runs, at.k_runs)
     dropout = Dropout(pointers.rng_state, first_kept, drop_scale)
@@ -883,7 +947,9 @@ def forward_kernel(
         Described(k_desc, k_tail_desc),
         Described(v_desc, v_tail_desc),
     )
-    output = Output(Described(o_desc, o_tail_desc), out_ptr, lse_ptr)
+    output = Output(
+        Described(o_desc, o_tail_desc), out_ptr, lse_ptr, pointers.largest, pointers.entropy
+    )  # fmt: skip
     channels = make_channels(q_desc.dtype, cfg)
     run_roles(
         [

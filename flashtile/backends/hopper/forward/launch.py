@@ -15,7 +15,7 @@ from ....dropout import first_kept, keep_rate
 from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.launch_cache import allocate_and_run_all, prepared_call
-from ....gpu.memory import NewTensor, uninitialised
+from ....gpu.memory import NewTensor, filled, uninitialised
 from ....gpu.rows import at_boundary, is_aligned
 from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands, lse_shape, output_dtype
@@ -34,9 +34,12 @@ from .kernel import forward_kernel
 from .plan import CONSUMER_ROWS, KernelConfig, plan, swizzle_of
 
 
-def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
+def forward(
+    problem: AttentionProblem, operands: Operands, into: Results | None = None
+) -> tuple[Tensor, ...]:
     """(out, lse) of a 16-bit problem, written to the tensors `into` if given: by the kernel, or
-    copied where it cannot write to them.
+    copied where it cannot write to them. With `has_statistics`, which has no `into`, also the
+    largest score and the entropy of each row.
     """
     config = config_of(problem)
     in_place = into is not None and is_aligned(into[0]) and into[1].is_contiguous()
@@ -55,16 +58,15 @@ def run_forward(
     config: KernelConfig,
     launch_of: Callable[..., Launch],
     into: Results | None = None,
-) -> Results:
-    """(out, lse) from the launch that `launch_of` describes, a function like `forward_launch`. They
+) -> tuple[Tensor, ...]:
+    """The `outputs` of the launch that `launch_of` describes, a function like `forward_launch`. They
     are written to the tensors `into` if given, whose rows of no sequence keep what they hold.
     """
     if 0 in operands.q.shape:
         if into is not None:
             return into
         with torch.cuda.device_of(operands.q):
-            new_out, new_lse = outputs(operands, config)
-            return new_out(), new_lse()
+            return tuple(allocate() for allocate in outputs(operands, config))
 
     lists = lists_of(problem, config, operands)
 
@@ -79,17 +81,17 @@ def run_forward(
         tensors, more = given[:OPERANDS], given[OPERANDS:]
         new, (counter, *spans) = made[:own], made[own:]
         tiles = spans.pop(0) if config.IS_RAGGED else None
-        out, lse = new if into is None else more
+        out, lse, *rows = new if into is None else more
         of_call = Operands(*tensors)
         programs = max(multiprocessors(out.device) - problem.reserved_processors, 1)
-        launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles)
+        launch = launch_of(problem, config, of_call, out, lse, programs, counter, tiles, *rows)
         if lists is not None:
             launch.arguments["blocks"] = lists.with_tensors(*more)
         if problem.spans > 0:
             launch.arguments["blocks"] = spans_of(problem, of_call, spans)
         return with_lists(problem, config, of_call, launch, fills=into is None)
 
-    own = 2 if into is None else 0  # outputs that are allocated here
+    own = 0 if into else 4 if config.HAS_STATISTICS else 2  # outputs that are allocated here
     name = PASS if into is None else f"{PASS} into given tensors"
     given: Tensors = operands
     if lists is not None:
@@ -102,7 +104,7 @@ def run_forward(
     elif problem.spans > 0:
         kind = config, steps_of(problem, operands)
     made = allocate_and_run_all(name, problem, given, allocators, describe, lambda: kind)
-    return into or (made[0], made[1])
+    return into or tuple(made[:own])
 
 
 def config_of(problem: AttentionProblem) -> KernelConfig:
@@ -129,13 +131,20 @@ def prepared_forward(problem: AttentionProblem, tensors: Tensors) -> Run | None:
     return None if prepared is None else prepared.run
 
 
-def outputs(operands: Operands, config: KernelConfig) -> tuple[NewTensor, NewTensor]:
-    """The functions that allocate out and lse."""
+def outputs(operands: Operands, config: KernelConfig) -> tuple[NewTensor, ...]:
+    """The functions that allocate out, lse and, with HAS_STATISTICS, the statistics of rows."""
     q = operands.q
     dtype = torch.float32 if config.IS_PARTIAL else output_dtype(q.dtype)
     out = uninitialised((*q.shape[:-1], config.DV), dtype, q.device)
     lse = uninitialised(lse_shape(operands), torch.float32, q.device)
-    return out, lse
+    if not config.HAS_STATISTICS:
+        return out, lse
+    rows = lse, lse
+    if config.IS_RAGGED:  # what rows of no sequence have
+        rows = tuple(
+            filled(lse_shape(operands), torch.float32, x, q.device) for x in (-torch.inf, 0.0)
+        )
+    return out, lse, *rows
 
 
 def forward_launch(
@@ -147,8 +156,11 @@ def forward_launch(
     programs: int,
     counter: Tensor,
     tiles: Tensor | None,
+    *statistics: Tensor,
 ) -> Launch:
-    """The launch that fills `out` and `lse`; `counter` is two zeros, `tiles` of `tile_list`."""
+    """The launch that fills `out`, `lse` and `statistics`; `counter` is two zeros, `tiles` of
+    `tile_list`.
+    """
     q, k, v = (readable(x) for x in operands[:3])
     slopes, dropout_p = operands.alibi_slopes, problem.options.dropout_p
     arguments = {
@@ -160,6 +172,7 @@ def forward_launch(
             at_boundary(operands.rng_state),
             at_boundary(operands.captured),
             at_boundary(operands.captured_integers),
+            *statistics,
         ),
         "blocks": None,
         "chunk": as_kernel_number(problem.options.attention_chunk),

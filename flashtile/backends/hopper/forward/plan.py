@@ -283,6 +283,8 @@ class KernelConfig:
     RUNS: int  # of positions of a sequence, see `positions_of`; 0: tensors hold whole sequences
     IS_PARTIAL: bool  # the output is a part of a sum and stays float32
     HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything, see `schedule.Kept`
+    HAS_STATISTICS: bool  # also the largest score of each row
+    HAS_ENTROPY: bool  # and its entropy
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -334,8 +336,8 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         and problem.needs_grad,
     }
     reasons = [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
-    if problem.has_statistics:
-        reasons.append("the largest scores and entropies (this backend: the backward)")
+    if problem.has_statistics and (problem.has_alibi or problem.options.score_mod):
+        reasons.append("largest scores before ALiBi or a score_mod (not on this backend)")
     return reasons
 
 
@@ -483,6 +485,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         RUNS=problem.runs,
         IS_PARTIAL=problem.is_partial,
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
+        HAS_STATISTICS=problem.has_statistics,
+        HAS_ENTROPY=problem.has_statistics,
     )
 
 

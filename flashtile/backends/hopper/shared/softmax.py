@@ -33,6 +33,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 # same.
 SLACK_LOG2 = gl.constexpr(8.0)
 
+# An exponent whose power of two is 0, and whose product with 0 is 0, too.
+NO_WEIGHT = gl.constexpr(-1000.0)
+
 
 class Pointers(NamedTuple):
     """Optional tensors of a call."""
@@ -43,6 +46,9 @@ class Pointers(NamedTuple):
     # What a score function captures: (n,) float32 or float64, and (n,) int64.
     captured: Tensor | None = None
     captured_integers: Tensor | None = None
+    # With HAS_STATISTICS, results shaped as the log-sum-exp.
+    largest: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class Score(NamedTuple):
@@ -386,6 +392,16 @@ def partial_row_sum(p):
     """Sums within each thread: (64, columns) -> (64, 4)."""
     COLUMNS: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([64, COLUMNS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def partial_logarithms(p, exponent, IS_MASKED: gl.constexpr):
+    """Sums of p log2 p within each thread, of p = 2**exponent: (64, columns) -> (64, 4)."""
+    if IS_MASKED:  # 0 times -inf would be NaN
+        exponent = gl.maximum(exponent, NO_WEIGHT)
+    COLUMNS: gl.constexpr = p.shape[1]
+    x = (p * exponent).reshape([64, COLUMNS // 8, 4, 2]).permute([0, 2, 1, 3])
+    return gl.sum(x.reshape([64, 4, COLUMNS // 4]), 2)
 
 
 @gluon.jit
