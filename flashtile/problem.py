@@ -198,6 +198,7 @@ class AttentionProblem(NamedTuple):
     bias_needs_grad: bool
     wants_probabilities: bool = False
     has_statistics: bool = False  # the forward also has the largest score and entropy of each row
+    has_entropy: bool = True  # of these; without, a backend may leave it out
     has_float8_keys: bool = False  # a float8 cache of keys and values, with 16-bit queries
     has_cache_rows: bool = False  # cache_batch_idx or leftpad_k
     has_block_descale: bool = False  # per-block instead of per-head scales of float8

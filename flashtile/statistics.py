@@ -131,8 +131,9 @@ def attend(
     if problem.has_statistics:
         options = problem.options._replace(backend=backward)
         operands = operands._replace(workspace=None)
-        out, lse, largest, entropy = ops.attention_with_statistics(*operands, *options)
-        if "entropy" in names:
+        has_entropy = "entropy" in names
+        out, lse, largest, entropy = ops.attention_with_statistics(*operands, *options, has_entropy)
+        if has_entropy:
             found = found._replace(entropy=entropy)
         if "max_logit" in names:
             found = found._replace(max_logit=largest_of_heads(largest.detach()))
@@ -168,7 +169,8 @@ def as_batch(
 
 
 library.define(
-    f"attention_with_statistics({TENSORS}, {NUMBERS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"attention_with_statistics({TENSORS}, {NUMBERS}, bool has_entropy)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(f"attention_column_sums({TENSORS}, Tensor lse, {NUMBERS}) -> Tensor")
 library.define(
@@ -178,10 +180,13 @@ library.define(
 
 
 def _with_statistics(*args: Any) -> tuple[Tensor, ...]:
-    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
-    problem = _with_statistics_of_rows(AttentionProblem.of(operands, options))
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:-1])
+    problem = AttentionProblem.of(operands, options)._replace(has_entropy=args[-1])
+    problem = _with_statistics_of_rows(problem)
     with autocast_off(operands.q):
         out, *rows = backends.BACKENDS[problem.options.backend].forward(problem, operands)
+    entropy = rows[2] if problem.has_entropy else rows[0].new_empty(0)
+    rows = [*rows[:2], entropy]  # Triton's also have what column sums need
     # No result of an op may share memory with another one.
     shared = (x.untyped_storage().nbytes() > x.nbytes for x in rows)
     return out, *(x.clone() if is_part else x for x, is_part in zip(rows, shared, strict=True))
@@ -190,7 +195,8 @@ def _with_statistics(*args: Any) -> tuple[Tensor, ...]:
 def _fake_with_statistics(*args: Any) -> tuple[Tensor, ...]:
     operands = Operands(*args[:INPUTS])
     q, v = operands.q, operands.v
-    rows = (q.new_empty(lse_shape(operands), dtype=lse_dtype(q.dtype)) for _ in range(3))
+    shapes = (lse_shape(operands),) * 2 + (lse_shape(operands) if args[-1] else (0,),)
+    rows = (q.new_empty(shape, dtype=lse_dtype(q.dtype)) for shape in shapes)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), *rows
 
 
@@ -248,7 +254,7 @@ for _name, _function, _fake in (
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[INPUTS:]
+    ctx.options = inputs[INPUTS:-1]
     out, lse, _, entropy = output
     ctx.save_for_backward(out, lse, entropy, *inputs[:INPUTS])
 

@@ -57,7 +57,7 @@ def op_arguments():
             ((q.clone(), lse.clone(), q.clone(), lse, False, *many), rich),
         ],
         "attention_probabilities": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), plain)],
-        "attention_with_statistics": [(one, plain), (packed, causal)],
+        "attention_with_statistics": [(one, (*plain, True)), (packed, (*causal, False))],
         "attention_column_sums": [((*one, lse), plain), ((*packed, torch.zeros(4, 10)), causal)],
         "kvcache_append": [(new, [None] * 5)],
         "kvcache_rotate_append": [

@@ -142,13 +142,12 @@ def say_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def emulate(
-    operands: Operands, options: Options, seed: int, is_partial: bool = False,
-    into: Results | None = None, has_statistics: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    operands: Operands, options: Options, seed: int, into: Results | None = None, **facts: bool
+) -> tuple[Tensor, ...]:
     """(out, lse) and statistics that the emulated kernel writes into poisoned outputs; rows of no
-    sequence keep what they have in the tensors `into`."""
+    sequence keep what they have in the tensors `into`. `facts` of the problem may be set."""
     problem = AttentionProblem.of(operands, options)._replace(device_type="cuda", capability=(9, 0))
-    problem = problem._replace(is_partial=is_partial, has_statistics=has_statistics)
+    problem = problem._replace(**facts)
     counter = torch.zeros(2, dtype=torch.int32)
     config = config_of(problem)
     out, lse, *rows = into or [allocate() for allocate in outputs(operands, config)]

@@ -50,7 +50,7 @@ def test_given_outputs():
 def check_pieces(pieces: str, option: str, head_dim: int, is_partial: bool = False) -> None:
     """Compare with the whole sequences."""
     call = part_call(pieces, option, head_dim, seed=head_dim)
-    found = emulate(call.operands, call.options, head_dim, is_partial)
+    found = emulate(call.operands, call.options, head_dim, is_partial=is_partial)
     assert found[0].dtype == (torch.float32 if is_partial else torch.bfloat16)
     compare(call, found, head_dim)
 

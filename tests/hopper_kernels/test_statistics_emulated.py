@@ -104,3 +104,14 @@ def test_masks(mask: str, seed: int) -> None:
         given = {"mask": random_spans(generator(seed), shape, 330)}
     sizes = SIZES | {"D": 64 if mask == "one span" else 128}
     check(*describe(dense_inputs(seed, "contiguous", sizes), Dense(), given), seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_largest_alone(head_dim: int, seed: int) -> None:
+    """Without the entropy, the same bits."""
+    sizes = SIZES | {"D": head_dim}
+    call = describe(dense_inputs(seed, "contiguous", sizes), Dense(), {"causal": True})
+    *wanted, _ = emulate(*call, seed, has_statistics=True)
+    found = emulate(*call, seed, has_statistics=True, has_entropy=False)
+    assert len(found) == 3
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))

@@ -64,8 +64,10 @@ def describe_plan(problem: AttentionProblem) -> str:
     return f"{plan.describe_forward(problem)}\n{describe_backward(problem)}"
 
 
-def forward(problem: AttentionProblem, operands: Operands, into: Results | None = None) -> Results:
-    """(out, lse) of a problem."""
+def forward(
+    problem: AttentionProblem, operands: Operands, into: Results | None = None
+) -> tuple[Tensor, ...]:
+    """(out, lse) of a problem, and its statistics of rows."""
     if problem.dtype == float8.DTYPE:  # never of parts of sequences, so `into` is None
         from .float8 import launch as float8_launch
 

@@ -20,7 +20,7 @@ from .plan import Float8Config, float8_plan
 GROUP = KEY_GROUP.value
 
 
-def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, ...]:
     """(out, lse) of a float8 problem."""
     return run_forward(problem, operands, config_of(problem, operands), float8_launch)
 

@@ -175,9 +175,7 @@ class Progress:
     logarithms: gl.tensor  # (64, 4) sums of p log2 p; not read without HAS_ENTROPY
 
     @gluon.constexpr_function
-    def __init__(
-        self, i, block, p, o, o_tail, rescale, row_max, row_sum, largest, logarithms
-    ):
+    def __init__(self, i, block, p, o, o_tail, rescale, row_max, row_sum, largest, logarithms):
         self.i = i
         self.block = block
         self.p = p

@@ -59,8 +59,8 @@ def run_forward(
     launch_of: Callable[..., Launch],
     into: Results | None = None,
 ) -> tuple[Tensor, ...]:
-    """The `outputs` of the launch that `launch_of` describes, a function like `forward_launch`. They
-    are written to the tensors `into` if given, whose rows of no sequence keep what they hold.
+    """The `outputs` of the launch that `launch_of` describes, a function like `forward_launch`.
+    They are written to the tensors `into` if given, whose rows of no sequence keep what they hold.
     """
     if 0 in operands.q.shape:
         if into is not None:
@@ -91,7 +91,8 @@ def run_forward(
             launch.arguments["blocks"] = spans_of(problem, of_call, spans)
         return with_lists(problem, config, of_call, launch, fills=into is None)
 
-    own = 0 if into else 4 if config.HAS_STATISTICS else 2  # outputs that are allocated here
+    # Outputs that are allocated here.
+    own = 0 if into else 2 + config.HAS_STATISTICS + config.HAS_ENTROPY
     name = PASS if into is None else f"{PASS} into given tensors"
     given: Tensors = operands
     if lists is not None:
@@ -137,13 +138,10 @@ def outputs(operands: Operands, config: KernelConfig) -> tuple[NewTensor, ...]:
     dtype = torch.float32 if config.IS_PARTIAL else output_dtype(q.dtype)
     out = uninitialised((*q.shape[:-1], config.DV), dtype, q.device)
     lse = uninitialised(lse_shape(operands), torch.float32, q.device)
-    if not config.HAS_STATISTICS:
-        return out, lse
-    rows = lse, lse
+    rows = [lse] * (config.HAS_STATISTICS + config.HAS_ENTROPY)
     if config.IS_RAGGED:  # what rows of no sequence have
-        rows = tuple(
-            filled(lse_shape(operands), torch.float32, x, q.device) for x in (-torch.inf, 0.0)
-        )
+        values = (-torch.inf, 0.0)[: len(rows)]
+        rows = [filled(lse_shape(operands), torch.float32, x, q.device) for x in values]
     return out, lse, *rows
 
 

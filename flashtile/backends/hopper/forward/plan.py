@@ -486,7 +486,7 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         IS_PARTIAL=problem.is_partial,
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
         HAS_STATISTICS=problem.has_statistics,
-        HAS_ENTROPY=problem.has_statistics,
+        HAS_ENTROPY=problem.has_statistics and problem.has_entropy,
     )
 
 
