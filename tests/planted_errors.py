@@ -522,6 +522,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_latent_emulated.py -k padding",
     ),
     Planted(
+        "hopper: the sums of p log p do not follow a new maximum",
+        "next_block",
+        "rescaled(logarithms + rescaled(now.row_sum, drop), rescale)",
+        "rescaled(logarithms, rescale)",
+        "tests/hopper_kernels/test_statistics_emulated.py -k large_scores",
+    ),
+    Planted(
+        "hopper: the lazy maximum is the largest score",
+        "next_block",
+        "largest = gl.maximum(largest, seen_max)",
+        "largest = row_max",
+        "tests/hopper_kernels/test_statistics_emulated.py -k causal",
+    ),
+    Planted(
         "hopper: left window off by one",
         "masked",
         "visible = visible & (eight >= bounds(start - n0, LAYOUT))",

@@ -58,6 +58,7 @@ SPILLS = {
     "dropout 128": 0,
     "dropout 160": 140,
     "dropout 256": 124 if NEWER else 56,
+    "statistics 192": 8,  # once a tile
     144: 112 if NEWER else 0,
 }
 # What newer compilers may spill besides: Triton 3.9 copies registers of Q at head dim 128 too.
@@ -188,6 +189,26 @@ def test_blocks_stay_lean(head_dim: int):
         assert block.count("BAR.") <= BARRIERS[head_dim]
         assert block.count("VOTE") == 1  # a warp rescales, or does not
         assert spills_nothing(block)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256] if FULL else [64, 128])
+def test_statistics_compile(head_dim: int):
+    call = dense(head_dim, head_dim, causal=True)
+    check(call, SPILLS["statistics 192"] if head_dim == 192 else 0, has_statistics=True)
+
+
+@pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_price_of_statistics(head_dim: int):
+    """The largest score costs an instruction for each row; the entropy, one for each score too."""
+    call = dense(head_dim, head_dim, causal=True)
+    found = [
+        report(launch_of(*call, has_statistics=facts[0], has_entropy=facts[1])).blocks
+        for facts in ((False, False), (True, False), (True, True))
+    ]
+    plain, largest, both = (min(block.length for block in blocks) for blocks in found)
+    assert largest <= plain + 4
+    assert both <= plain + 80
 
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")

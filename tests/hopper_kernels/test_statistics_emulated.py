@@ -39,7 +39,7 @@ DENSE: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "softcap": ({"softcap": 3.0, "causal": True}, {"D": 96}),
     "negative scale": ({"softmax_scale": -0.1, "causal": True}, {"D": 64}),
     "capped negative scale": ({"softmax_scale": -0.1, "softcap": 2.0}, {"D": 64}),
-    "large scores": ({"softmax_scale": 3.0, "causal": True}, {"D": 64}),
+    "large_scores": ({"softmax_scale": 3.0, "causal": True}, {"D": 64}),
     "dropout": ({"dropout_p": 0.4}, {"D": 64}),
     "tails": ({"causal": True}, {"D": 192, "Dv": 128}),
 }

@@ -325,23 +325,24 @@ def test_parts_of_sequences_that_a_backend_refuses(
         assert dispatch.select(problem) == "triton"
 
 
-@pytest.mark.parametrize(
-    ("names", "chosen"), [(("entropy",), "triton"), (("column_sum",), "hopper")]
-)
-def test_the_forward_with_statistics_is_tritons(
-    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], chosen: str
+@pytest.mark.parametrize("names", [("entropy",), ("max_logit",), ("column_sum",)])
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_the_forward_with_statistics_and_alibi_is_tritons(
+    monkeypatch: pytest.MonkeyPatch, has_alibi: bool, names: tuple[str, ...]
 ):
-    """The Hopper kernels have none; the backward may still be theirs."""
+    """The Hopper kernel has no largest score before ALiBi; the backward may still be Hopper's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
     clear_caches()
     with FakeTensorMode():
         q = torch.empty(2, 4096, 4, 64, dtype=torch.bfloat16, device="cuda")
-        found = flashtile.explain(q, q, q, causal=True, return_stats=names)
-    assert found.chosen == chosen
-    says_why = "scores and entropies (this backend: the backward)" in str(found)
-    assert says_why == (chosen == "triton")
+        slopes = torch.empty(4, device="cuda") if has_alibi else None
+        found = flashtile.explain(q, q, q, causal=True, alibi_slopes=slopes, return_stats=names)
+    is_hopper = not has_alibi or names == ("column_sum",)
+    assert found.chosen == ("hopper" if is_hopper else "triton")
+    says_why = "largest scores before ALiBi or a score_mod (not on this backend)" in str(found)
+    assert says_why != is_hopper
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
