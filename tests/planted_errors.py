@@ -523,14 +523,14 @@ HOPPER: list[Planted] = [
     ),
     Planted(
         "hopper: the sums of p log p do not follow a new maximum",
-        "next_block",
+        "Math16.next_block",
         "rescaled(logarithms + rescaled(now.row_sum, drop), rescale)",
         "rescaled(logarithms, rescale)",
         "tests/hopper_kernels/test_statistics_emulated.py -k large_scores",
     ),
     Planted(
         "hopper: the lazy maximum is the largest score",
-        "next_block",
+        "Math16.next_block",
         "largest = gl.maximum(largest, seen_max)",
         "largest = row_max",
         "tests/hopper_kernels/test_statistics_emulated.py -k causal",

@@ -141,7 +141,7 @@ def with_gradients(leaves: list[Tensor], out: Tensor, lse: Tensor, entropy: Any)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("names", [ALL, ("column_sum",)], ids=["all", "columns"])
 def test_on_a_gpu(dtype, names, seed: int) -> None:
-    """Triton's forward, and the backward of any backend, by the rule."""
+    """By the rule, with the backends of the device."""
     given = [x.to(dtype) for x in inputs()]
 
     def by_definition(compute_dtype: torch.dtype) -> tuple[list[Tensor], Statistics]:
