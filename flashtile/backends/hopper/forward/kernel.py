@@ -101,6 +101,7 @@ from ..shared.softmax import (
     as_left_operand,
     draws_of,
     dropped,
+    exponents,
     has_starts,
     kept_keys,
     lazy_max,
@@ -490,7 +491,7 @@ class Math16:
             row_max = gl.maximum(row_max, as_rows_of(s, gl.max(s_rest, 1) * factor))
         pivot = pivot_of(row_max, True)
         # (64, KEYS)
-        exponent = s * factor - pivot[:, None]
+        exponent = exponents(s, factor, pivot, True, cfg)
         p = gl.exp2(exponent)
         weights = paired(p, channels.v.tiles.dtype)
         if cfg.HAS_DROPOUT:  # which does not change the row sum
@@ -505,15 +506,15 @@ class Math16:
         if cfg.HAS_STATISTICS:
             largest = gl.convert_layout(row_max, row_values(cfg.BLOCK_N), assert_trivial=True)
         if cfg.HAS_ENTROPY:
-            logarithms = partial_logarithms(p, exponent, True)
+            logarithms = partial_logarithms(p, exponent)
             logarithms = gl.convert_layout(logarithms, SUMS, assert_trivial=True)
         if REST > 0:
             # (64, REST)
-            exponent = s_rest * factor - as_rows_of(s_rest, pivot)[:, None]
+            exponent = exponents(s_rest, factor, as_rows_of(s_rest, pivot), True, cfg)
             p = gl.exp2(exponent)
             row_sum += gl.convert_layout(partial_row_sum(p), SUMS, assert_trivial=True)
             if cfg.HAS_ENTROPY:
-                more = partial_logarithms(p, exponent, True)
+                more = partial_logarithms(p, exponent)
                 logarithms += gl.convert_layout(more, SUMS, assert_trivial=True)
             channels.v.acquire(i)
             p = paired(p, channels.v.tiles.dtype)
@@ -566,7 +567,7 @@ class Math16:
         pivot = pivot_of(row_max, IS_MASKED or cfg.SCORE_MOD is not None)
         rescale = gl.exp2(now.row_max - pivot)
         # (64, BLOCK_N)
-        exponent = s * factor - pivot[:, None]
+        exponent = exponents(s, factor, pivot, IS_MASKED, cfg)
         p = gl.exp2(exponent)
         # (64, 4)
         row_sum = rescaled(now.row_sum, rescale) + partial_row_sum(p)
@@ -577,7 +578,7 @@ class Math16:
             drop = gl.maximum(now.row_max - pivot, NO_WEIGHT)
             # (64, 4)
             logarithms = rescaled(logarithms + rescaled(now.row_sum, drop), rescale)
-            more = partial_logarithms(p, exponent, IS_MASKED)
+            more = partial_logarithms(p, exponent)
             logarithms += gl.convert_layout(more, row_sum.type.layout, assert_trivial=True)
         if cfg.WAITS != "early":
             if cfg.WAITS == "late":

@@ -8,6 +8,7 @@ each thread that shares the row, (64, 4), until the end of the tile.
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -395,10 +396,17 @@ def partial_row_sum(p):
 
 
 @gluon.jit
-def partial_logarithms(p, exponent, IS_MASKED: gl.constexpr):
+def exponents(s, factor, pivot, IS_MASKED: gl.constexpr, cfg: gl.constexpr):
+    """The base-2 logarithms of the weights of scores (64, columns)."""
+    x = s * factor - pivot[:, None]
+    if IS_MASKED and cfg.HAS_ENTROPY:  # 0 times -inf would be NaN
+        x = gl.maximum(x, NO_WEIGHT, tl.PropagateNan.ALL)
+    return x
+
+
+@gluon.jit
+def partial_logarithms(p, exponent):
     """Sums of p log2 p within each thread, of p = 2**exponent: (64, columns) -> (64, 4)."""
-    if IS_MASKED:  # 0 times -inf would be NaN
-        exponent = gl.maximum(exponent, NO_WEIGHT)
     COLUMNS: gl.constexpr = p.shape[1]
     x = (p * exponent).reshape([64, COLUMNS // 8, 4, 2]).permute([0, 2, 1, 3])
     return gl.sum(x.reshape([64, 4, COLUMNS // 4]), 2)
