@@ -150,7 +150,8 @@ def largest_of_heads(largest: Tensor) -> Tensor:
     """(heads,): the largest of each head, of (batch, heads, seq_q) or (heads, total_q)."""
     if largest.numel() == 0:
         return largest.new_full((largest.shape[-2],), -torch.inf)
-    return largest.amax((0, 2) if largest.dim() == 3 else 1)
+    largest = largest.amax(-1)  # of rows first, which are contiguous
+    return largest.amax(0) if largest.dim() == 2 else largest
 
 
 def as_batch(
