@@ -968,7 +968,7 @@ def checking_values(arguments: Iterable[Any]) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
         return False
-    if setting and torch.cuda.is_current_stream_capturing():
+    if setting and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return False
     devices = ("cpu", "cuda") if setting else ("cpu",)
     tensors = (x for x in arguments if isinstance(x, Tensor))  # on a GPU the first one is enough
