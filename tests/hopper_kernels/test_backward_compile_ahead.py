@@ -54,7 +54,7 @@ SPILLS = {
     "option": 256 if NEWER else 128,
     "alibi": 256 if NEWER else 192,
     "short loops": 64 if NEWER else 36,
-    "block mask": 256 if NEWER else 164,
+    "block mask": 256 if NEWER else 160,
     "spans": 480,  # nearly all of it in partial blocks
     "packed": 640 if NEWER else 208,
     "packed 128": 576 if NEWER else 132,
@@ -73,7 +73,7 @@ RELOADS = {
     "short loops": NO_LIMIT if NEWER else 1,
     "block mask 64": 6 if NEWER else 3,
     "block mask 96": 8 if NEWER else 0,
-    "block mask alibi": 18 if NEWER else 2,
+    "block mask alibi": 18 if NEWER else 0,
     "spans": NO_LIMIT if NEWER else 3,
     "packed 64": 10 if NEWER else 0,
     "packed 96": 8 if NEWER else 0,

@@ -454,8 +454,7 @@ def consume_tiles(ME: gl.constexpr, outputs, channels, sizes, mask, score, cfg: 
     work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
     while work.begin < work.end:
         sums, i = query_loop(ME, count, i, outputs, channels, work, sizes, mask, score, cfg)
-        # Read again, because the loop has no registers left for it.
-        work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)
+        work = read_key_work(channels.work, count, sizes, CONSUMER_WARPS, cfg)  # saves registers
         store_gradients(ME, sums, outputs, channels, work, sizes, score.scale, cfg)
         channels.work.release(count)
         count += 1
@@ -551,6 +550,8 @@ def query_loop(
             i += 1
             m = next_block(m, cfg)
         if (HAS_MASKED_END or not cfg.IS_ASCENDING) and not cfg.HAS_LISTS:
+            if cfg.SCORE_MOD is not None:  # otherwise registers hold them
+                keys = keys_of(ME, listed, work, mask, opaque_zero(i), cfg)
             for _ in range(after):
                 s, lse, sums, added = step(
                     ME, s, lse, sums, added, count, i, total, m, base, slope, draws, keys, v,
@@ -581,7 +582,7 @@ def step(
     """
     dtype: gl.constexpr = channels.q.tiles.dtype
     zero = opaque_zero(i)
-    if cfg.IS_PERSISTENT:
+    if cfg.IS_PERSISTENT or (cfg.SCORE_MOD is not None and cfg.BLOCK_M == 128):
         i = natural(i)
     all_keys = whole_tile(channels.k, zero)
     k = own_rows(ME, channels.k, zero, False, cfg)
@@ -600,7 +601,8 @@ def step(
         scale = after_products(scale, i)
     if not cfg.HAS_CARRIED_LSE:
         lse = statistic(channels.lse, i, cfg)
-    place = Place(work.b, draws.h, work.n0 + ME * CONSUMER_ROWS, m * cfg.BLOCK_M)
+    key = work.n0 + ME * CONSUMER_ROWS + (zero if cfg.HAS_ALIBI and cfg.HAS_LISTS else 0)
+    place = Place(work.b, draws.h, key, m * cfg.BLOCK_M)
     kept = kept_by_dropout(ME, m, draws, work, cfg)
     p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, IS_MASKED, cfg)
     p = kept_probabilities(p, dtype, cfg)
@@ -666,8 +668,8 @@ def end_of_step(
 
 @gluon.jit
 def natural(i):
-    """`i`, which is not negative, as the compiler then knows: halves are shifts."""
-    return i & 0x7FFFFFFF
+    """`i`; the compiler then knows that i + 1 is not negative, so that halves are shifts."""
+    return i & 0x3FFFFFFF
 
 
 @gluon.jit
