@@ -621,7 +621,7 @@ HOPPER: list[Planted] = [
     ),
     Planted(
         "hopper: log-sum-exp of a packed sequence",
-        "store_lse",
+        "store_number",
         "work.h.to(gl.int64) * sizes.total_q + work.start_q",
         "work.h.to(gl.int64) * sizes.total_q",
         "tests/hopper_kernels/test_forward_emulated.py::test_packed -k 64",

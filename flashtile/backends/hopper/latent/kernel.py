@@ -131,8 +131,8 @@ def partial_row_sum(p):
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def latent_kernel(
-    q_ptr, q_batch, q_row, q_head, k_desc, tail_desc, out_ptr, lse_ptr, seqused_q, seqused_k,
-    page_table, B, M, N, total_k, page_columns, heads, scale, cfg: gl.constexpr,
+    q_ptr, q_batch, q_row, q_head, k_desc, tail_desc, out_ptr, lse_ptr, seqused_q_ptr,
+    seqused_k_ptr, page_table_ptr, B, M, N, total_k, page_columns, heads, scale, cfg: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of a tile of rows over a part of the keys, the grid's second axis.
 
@@ -149,11 +149,11 @@ def latent_kernel(
     )
     inside = flat < M * heads
     token, head = flat // heads, flat % heads
-    if seqused_k is not None:
-        N = gl.minimum(gl.maximum(gl.load(seqused_k + b), 0), N)
+    if seqused_k_ptr is not None:
+        N = gl.minimum(gl.maximum(gl.load(seqused_k_ptr + b), 0), N)
     used = M
-    if seqused_q is not None:
-        used = gl.minimum(gl.maximum(gl.load(seqused_q + b), 0), M)
+    if seqused_q_ptr is not None:
+        used = gl.minimum(gl.maximum(gl.load(seqused_q_ptr + b), 0), M)
     stop = flat * 0 + N  # each row sees the keys before
     if cfg.HAS_RIGHT:  # causal: the last query sees the last key
         stop = gl.minimum(stop, N - used + token + 1)
@@ -172,7 +172,7 @@ def latent_kernel(
         mbarrier.init(full.index(n), count=1)
     table = None
     if cfg.PAGE_SIZE > 0:
-        table = page_table + b.to(gl.int64) * page_columns
+        table = page_table_ptr + b.to(gl.int64) * page_columns
     keys = Keys(k_desc, tail_desc, table, b, total_k, tiles, tails, full)
     fence_async_shared()
     sync_warps()
