@@ -56,6 +56,17 @@ def test_it_compiles(name: str, parts: int):
     assert block.count("WARPGROUP.DEPBAR") == 2
 
 
+def test_queries_at_an_odd_address_are_copied():
+    """They are loaded 16 bytes at a time."""
+    operands, options = make_decoding(LATENT_CASES[0], torch.bfloat16)
+    moved = torch.empty(operands.q.numel() + 1, dtype=torch.bfloat16)[1:].view(operands.q.shape)
+    operands = operands._replace(q=moved)
+    problem = AttentionProblem.of(operands, options)
+    made = [moved[..., :512].contiguous(), torch.empty(lse_shape(operands))]
+    (launch,) = latent_launches(problem, operands, 1, made)
+    assert launch.arguments["q_ptr"].data_ptr() % 16 == 0
+
+
 def test_new_lengths_compile_nothing_new():
     pages, calls = LATENT_CASES[-1], ((2, 8, 1), (3, 128, 2), (5, 20, 4))
     assert len({key(launch_of(pages, n, Hq=Hq, M=M)) for n, Hq, M in calls}) == 1
@@ -83,6 +94,7 @@ CHANGES: dict[str, Any] = {
     "2 heads of latent keys (this kernel: 1)": {"Hk": 2},
     "value_head_dim=256 of latent keys (this kernel: 512)": {"Dv": 256},
     "left pads or rows of a cache with latent keys (not in this kernel)": {"has_cache_rows": True},
+    "float8 keys and values with latent keys (not in this kernel)": {"has_float8_keys": True},
 }
 
 

@@ -169,11 +169,16 @@ def test_latent_keys_are_for_the_forward_alone(
 
 
 @pytest.mark.parametrize(
-    ("values", "keys"), [("first columns", 64), ("last columns", 32), ("of their own", 32)]
+    ("values", "keys"),
+    [("first columns", 64), ("a head added later", 64), ("last columns", 32), ("of their own", 32)],
 )
 def test_tiles_of_latents_hold_keys_and_values(values: str, keys: int):
     latents, other = torch.empty(2, 2, 300, 1, 576, dtype=torch.bfloat16, device="meta")
-    v = {"first columns": latents[..., :512], "last columns": latents[..., 64:]}
+    v = {
+        "first columns": latents[..., :512],
+        "a head added later": latents[:, :, 0, :512].unsqueeze(2),  # another stride of heads
+        "last columns": latents[..., 64:],
+    }
     q = torch.empty(2, 1, 128, 576, dtype=torch.bfloat16, device="meta")
     operands = Operands(q, latents, v.get(values, other[..., :512]))
     problem = AttentionProblem.of(operands, Options(1, 300, 0.1))
@@ -182,8 +187,9 @@ def test_tiles_of_latents_hold_keys_and_values(values: str, keys: int):
     assert (keys == 64, keys) == (config.HAS_VALUES_IN_KEYS, config.BLOCK_N)
     few = plan.plan(problem._replace(Hq=16), True).split.config
     assert (16, keys // 2) == (few.BLOCK_M, few.BLOCK_N)
-    invariant = problem._replace(options=problem.options._replace(batch_invariant=True))
-    assert not plan.plan(invariant, True).split.config.HAS_VALUES_IN_KEYS
+    for other_tiles in ({"batch_invariant": True}, {"k_unpack": "x", "v_unpack": "y"}):
+        changed = problem._replace(options=problem.options._replace(**other_tiles))
+        assert not plan.has_latents(changed)
 
 
 def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):
@@ -341,7 +347,9 @@ def test_the_forward_with_statistics_and_alibi_is_tritons(
         found = flashtile.explain(q, q, q, causal=True, alibi_slopes=slopes, return_stats=names)
     is_hopper = not has_alibi or names == ("column_sum",)
     assert found.chosen == ("hopper" if is_hopper else "triton")
-    says_why = "largest scores before ALiBi or a score_mod (not on this backend)" in str(found)
+    says_why = "statistics with ALiBi, relative_bias or score_mod (not on this backend)" in str(
+        found
+    )
     assert says_why != is_hopper
 
 
@@ -363,7 +371,7 @@ def test_hopper_runs_relative_biases_and_learned_slopes_where_the_caller_names_i
             assert "hopper: yes" in str(found)
             found = flashtile.explain(q, q, q, relative_bias=table, backend=backend)
             assert found.chosen == (backend or "triton")
-            assert "hopper: yes" in str(found)
+            assert 'after the other backends, unless backend="hopper" is given' in str(found)
         with_dropout = flashtile.explain(q, q, q, relative_bias=table, dropout_p=0.1)
     assert with_dropout.chosen == "triton"
     assert "dropout with a score_mod or relative_bias" in str(with_dropout)

@@ -388,9 +388,11 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
 
 def has_latents(problem: AttentionProblem) -> bool:
     """Whether a tile of keys before the tail is the tile of values, too. Calls that are
-    `batch_invariant` have the same tiles wherever their values lie.
+    `batch_invariant` have the same tiles wherever their values lie, and bytes of packed rows may
+    mean other values than keys.
     """
-    is_view = problem.has_values_in_keys and not problem.options.batch_invariant
+    options = problem.options
+    is_view = problem.has_values_in_keys and not (options.batch_invariant or options.k_unpack)
     return is_view and problem.Dv == MAX_HEAD_DIM < problem.D
 
 

@@ -337,7 +337,7 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
     }
     reasons = [f"{name} (not on this backend)" for name, asked in not_here.items() if asked]
     if problem.has_statistics and (problem.has_alibi or problem.options.score_mod):
-        reasons.append("largest scores before ALiBi or a score_mod (not on this backend)")
+        reasons.append("statistics with ALiBi, relative_bias or score_mod (not on this backend)")
     return reasons
 
 

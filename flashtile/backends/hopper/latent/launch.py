@@ -12,7 +12,7 @@ from ....gpu.hardware import multiprocessors
 from ....gpu.launch import Launch
 from ....gpu.launch_cache import allocate_and_run_all, prepared_call
 from ....gpu.memory import NewTensor, Scratch, uninitialised
-from ....gpu.rows import at_boundary, is_aligned
+from ....gpu.rows import at_boundary
 from ....ops.merge.kernel import merge_launch
 from ....problem import AttentionProblem, Operands, lse_shape
 from ..shared.launch import descriptor, readable
@@ -35,7 +35,7 @@ def forward(problem: AttentionProblem, operands: Operands, into: Results | None 
     made = allocate_and_run_all(PASS, problem, operands, allocators, describe, lambda: None)
     if into is None:
         return made[0], made[1]
-    for target, x in zip(into, made, strict=False):
+    for target, x in zip(into, made[:2], strict=True):
         target.copy_(x)
     return into
 
@@ -75,8 +75,7 @@ def latent_launches(
     if scratch:
         found = scratch_of(operands, parts).parts(scratch[0])
         written = found["out"], found["lse"]
-    q = operands.q if is_aligned(operands.q) else operands.q.contiguous()
-    k, table = readable(operands.k), at_boundary(operands.page_table)
+    q, k, table = readable(operands.q), readable(operands.k), at_boundary(operands.page_table)
     batch, row, head, _ = q.stride()
     arguments = {
         "q_ptr": q,

@@ -70,6 +70,7 @@ def latent_reasons(problem: AttentionProblem) -> list[str]:
         "a mask or a chunk": problem.has_own_mask or options.attention_chunk > 0,
         "parts of sequences": problem.runs > 0 or problem.has_sequences or problem.is_partial,
         "left pads or rows of a cache": problem.has_cache_rows,
+        "float8 keys and values": problem.has_float8_keys or problem.has_descale,
     }
     asked = [f"{name} with latent keys (not in this kernel)" for name, x in not_here.items() if x]
     return reasons + asked

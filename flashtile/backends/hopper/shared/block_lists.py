@@ -272,11 +272,18 @@ def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
     def make() -> Tensor:
         first, stop = row_ranges(problem, torch.arange(columns * keys, device=kinds.device))
         begin = torch.arange(0, tiles * rows, rows, device=kinds.device)[:, None]
-        # (tiles, columns, keys): the keys that some row of a tile sees by the rules
-        by_rules = (first.maximum(begin) < stop.minimum(begin + rows)).unflatten(1, (-1, keys))
         full = (kinds == FULL).float()
-        seen = torch.einsum("bhtc,tck->bhck", full, by_rules.float()) > 0
-        # Each element of the mask takes a byte here, so only some tiles are looked at together.
+        seen = kinds.new_zeros((batch, heads, columns, keys), dtype=torch.bool)
+        # Tensors grow with the mask here, so only some of its tiles are looked at together.
+        step = max(MOST_ELEMENTS // (8 * tiles * keys), 1)
+        for n in range(0, columns, step):
+            of_keys = slice(n * keys, (n + step) * keys)
+            # (tiles, columns, keys): the keys that some row of a tile sees by the rules
+            by_rules = first[of_keys].maximum(begin) < stop[of_keys].minimum(begin + rows)
+            by_rules = by_rules.float().unflatten(1, (-1, keys))
+            seen[:, :, n : n + step] = (
+                torch.einsum("bhtc,tck->bhck", full[..., n : n + step], by_rules) > 0
+            )
         most = max(MOST_ELEMENTS // (batch * heads * rows * keys), 1)
         across = min(most, columns)
         down = max(most // across, 1)
