@@ -480,6 +480,13 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_warmup_target.py -k own",
     ),
     Planted(
+        "gpu: a pass that is only described is launched",
+        "run",
+        "found = described_launches()",
+        "found = None",
+        "tests/hopper_kernels/test_compilation.py -k listed",
+    ),
+    Planted(
         "warmup: the launches of the next pass are forgotten",
         "compile_together",
         "_new(launches_of_next_pass()) if new else {}",
