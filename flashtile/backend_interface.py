@@ -129,13 +129,6 @@ class ForwardMode(Protocol):
         """
 
 
-class Deferring(Protocol):
-    """The further interface of a backend that comes after others for some problems."""
-
-    def defers(self, problem: AttentionProblem) -> bool:
-        """Whether others come first, if they can run a problem."""
-
-
 class Measurer(Protocol):
     """The further interface of a backend whose forward has problems with `has_statistics`."""
 

@@ -368,3 +368,11 @@ def test_new_tokens_are_counted_where_the_length_is_an_int(monkeypatch):
     with pytest.raises(ValueError, match="got 14 and 3 new tokens, want at most 16"):
         flashtile.attention_with_kvcache(**(call | {"cache_seqlens": 14}))
     flashtile.attention_with_kvcache(**(call | {"cache_seqlens": 13}))
+
+
+@pytest.mark.parametrize("is_recording", [False, True])
+def test_no_values_are_read_while_a_graph_records(is_recording, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_CHECK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_recording)
+    assert checks.checking_values([torch.zeros(1)]) != is_recording

@@ -7,8 +7,10 @@ import time
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -483,3 +485,14 @@ def test_the_commit_is_that_of_our_own_checkout(
     assert machine.commit() is None
     monkeypatch.setenv("FLASHTILE_COMMIT", "0123456789ab")
     assert machine.provenance("cpu", "c")["commit"] == "0123456789ab"
+
+
+def test_a_captured_call_keeps_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph reads them whenever it is replayed."""
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    x = torch.zeros(1)
+    alive = weakref.ref(x)
+    replay = measure.captured(partial(torch.neg, x))
+    del x
+    replay()
+    assert alive() is not None

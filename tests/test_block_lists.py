@@ -14,6 +14,7 @@ import flashtile
 from flashtile.backends.hopper import unsupported_reasons
 from flashtile.backends.hopper.backward.plan import BackwardConfig, backward_plan
 from flashtile.backends.hopper.forward.plan import KernelConfig, plan
+from flashtile.backends.hopper.shared import block_lists
 from flashtile.backends.hopper.shared.block_lists import (
     ALL,
     SPARE_MARKS,
@@ -327,3 +328,21 @@ def test_tiles_that_the_backward_cannot_cut(
     found = unsupported_reasons(problem._replace(needs_grad=True))
     wanted = f"gradients with block_mask tiles of 128 x 64 (on this backend: multiples of {tile})"
     assert [r for r in found if "block_mask" in r] == ([wanted] if tile else [])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": (60, 5)}, {"attention_chunk": 90}], ids=str
+)
+def test_keys_that_no_query_sees_are_marked_in_slices(options, monkeypatch):
+    """As many tiles as fit are looked at together: one at a time, or all."""
+    marks = []
+    for most in (1, block_lists.MOST_ELEMENTS):
+        monkeypatch.setattr(block_lists, "MOST_ELEMENTS", most)
+        visible = random_elements((2, 2, 300, 400), 1)
+        visible[:, :, 128:256, 128:384] = True  # two full tiles
+        problem, _, operands = call(300, 400, block_mask=BlockMask.from_dense(visible), **options)
+        marks.append(block_lists.unseen_keys(problem, operands))
+    start, stop = block_lists.key_ranges(problem, torch.arange(300)[:, None])
+    seen = visible & (torch.arange(400) >= start) & (torch.arange(400) < stop)
+    for found in marks:
+        assert torch.equal(found[..., :400] == 0, seen.any(2))

@@ -485,3 +485,15 @@ class TestTraces:
 
 _factor: Any = 1.0
 _counter = torch.zeros(())
+
+
+def test_an_infinite_derivative_at_the_scores_of_padding(backend, seed):
+    """Padding has scores of 0, where the derivative is infinite; no key there is visible."""
+
+    def root(score, b, h, i, j):
+        return score.abs().sqrt() * score.sign()
+
+    sizes = Sizes(B=2, M=9, N=12, D=16)
+    check_varlen(
+        [9, 4], [12, 5], sizes, lambda *_: {"score_mod": root}, torch.float32, backend, seed
+    )

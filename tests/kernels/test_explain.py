@@ -13,8 +13,11 @@ import flashtile
 from flashtile.backends.hopper.forward import plan as hopper_plan
 from flashtile.backends.triton import plan, support
 from flashtile.call import dispatch
+from flashtile.call.layouts import Dense
+from flashtile.call.prepare import describe
 from flashtile.gpu import hardware
 from flashtile.lru import clear_caches
+from flashtile.masks import BlockMask
 from flashtile.problem import AttentionProblem, Operands, Options
 
 
@@ -190,6 +193,20 @@ def test_tiles_of_latents_hold_keys_and_values(values: str, keys: int):
     for other_tiles in ({"batch_invariant": True}, {"k_unpack": "x", "v_unpack": "y"}):
         changed = problem._replace(options=problem.options._replace(**other_tiles))
         assert not plan.has_latents(changed)
+
+
+@pytest.mark.parametrize(("mask_tile", "warps"), [((128, 128), 8), ((64, 64), 4), ((128, 64), 4)])
+def test_small_tiles_of_a_block_mask_take_four_warps(mask_tile: tuple[int, int], warps: int):
+    kinds = torch.ones(1, 1, 256 // mask_tile[0], 256 // mask_tile[1], dtype=torch.bool)
+    mask = BlockMask.from_tiles(kinds, mask_tile)
+    q = torch.empty(1, 256, 2, 128)
+    operands, options = describe((q, q, q), Dense(), {"block_mask": mask})
+    problem = AttentionProblem.of(operands, options)
+    facts = {"device_type": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
+    found = plan.plan(problem._replace(**facts), True)
+    assert found.forward.warps == warps
+    assert found.queries.warps == (4 if warps == 4 else plan.tiles_for("sm_90", 128)[2].warps)
+    assert min(128, mask_tile[1]) == found.forward.config.BLOCK_N
 
 
 def test_an_amd_gpu_was_only_compiled_for(monkeypatch: pytest.MonkeyPatch):
