@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from ..cache_formats import CacheFormat
 from ..gpu.memory import MAX_SPLITS, workspace_size
+from ..invariance_check import checks_everything
 from ..masks import MAX_INTERVALS, BlockMask, Spans, Window
 from ..problem import (
     DIFFERENTIABLE,
@@ -957,20 +958,18 @@ def checking_values(arguments: Iterable[Any]) -> bool:
     """Whether to check the values of the tensors among `arguments`.
 
     ``FLASHTILE_CHECK=1`` enables the checks everywhere, and ``FLASHTILE_CHECK=0`` disables them. By
-    default they run only for CPU tensors, for which nothing waits. They never run if there are no
-    values: under a tracer, on fake and meta tensors, in a transform of torch.func, while a CUDA
-    graph records the call.
+    default, and while a CUDA graph records, they run only for CPU tensors, for which nothing waits.
+    They never run if there are no values: under a tracer, on fake and meta tensors, in a transform
+    of torch.func.
     """
     if torch.compiler.is_compiling():
         return False
-    setting = os.environ.get("FLASHTILE_CHECK", "")
+    setting = os.environ.get("FLASHTILE_CHECK")
     if setting == "0" or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing():
         return False
-    if setting and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return False
-    devices = ("cpu", "cuda") if setting else ("cpu",)
+    devices = ("cpu", "cuda") if setting and checks_everything() else ("cpu",)
     tensors = (x for x in arguments if isinstance(x, Tensor))  # on a GPU the first one is enough
     return all(type(x) in _PLAIN and x.device.type in devices for x in tensors)
 

@@ -260,6 +260,11 @@ def only_captured(g: torch.Generator) -> ScoreFunction:
     return lambda score, b, h, i, j: torch.where(j == first, -float("inf"), bias[h])
 
 
+def infinite_slope(g: torch.Generator) -> ScoreFunction:
+    """The root has an infinite derivative at 0, which padding has for a score."""
+    return lambda score, b, h, i, j: score.abs().sqrt() * score.sign()
+
+
 SCORE_CASES: dict[str, Make] = {
     "score function": scored(
         dense(**SMALL)(lambda g, t: {"window_size": (9, 7)}), table_of_distances
@@ -284,6 +289,9 @@ SCORE_CASES: dict[str, Make] = {
             }
         ),
         table_of_distances,
+    ),
+    "score function of infinite slope": scored(
+        dense(B=1, M=70, N=130, Hq=2, Hk=1, D=16)(), infinite_slope
     ),
     "score function of captured numbers": scored(
         dense(**SMALL)(lambda g, t: {"sink": normal(g, 4)}), only_captured

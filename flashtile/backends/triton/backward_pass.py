@@ -235,7 +235,7 @@ def add_queries(
             dp = product(v_operand, do_operand, cfg, 0.5 * stats.delta)
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
         ds = product_gradient(
-            ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
+            ds, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED, cfg
         )
         if (cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS) and (  # delta has the gradient of the lse
             IS_MASKED or score.bias.ptr is not None
@@ -402,9 +402,7 @@ def add_keys(
         qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
     )  # fmt: skip
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
-    ds = product_gradient(
-        ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
-    )
+    ds = product_gradient(ds, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED, cfg)
     if IS_MASKED or score.bias.ptr is not None:
         if cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS:
             ds = tl.where(p != 0.0, ds, 0.0)

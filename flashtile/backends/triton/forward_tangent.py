@@ -87,7 +87,7 @@ def add_keys(
             ts += product(q_operand, operand(tk_tile, cfg), cfg)
         # A score is a function of its product alone: the factor is that of the gradient.
         ts = score.data.scale * product_gradient(
-            ts, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED, cfg
+            ts, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED, cfg
         )
         if tbias.ptr is not None:
             ts += load_bias(tbias, b, h, rows, keys, M).to(tl.float32)

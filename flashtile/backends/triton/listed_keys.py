@@ -356,5 +356,5 @@ def score_gradient(
     """(P, the gradient of the scaled products) of a tile or of a transposed tile."""
     p = recompute_p(qk, stats, m, keys, visible, None, positions, b, h, score, M, True, cfg)
     ds = p * (dp - stats.delta)
-    ds = product_gradient(ds, qk, m, keys, visible, None, b, h, positions, score, True, cfg)
+    ds = product_gradient(ds, qk, p, m, keys, None, b, h, positions, score, True, cfg)
     return p, tl.where(p != 0.0, ds, 0.0)

@@ -251,9 +251,7 @@ def short_backward_kernel(
             if cfg.HAS_LARGE_SCORES:
                 log_sums = stats + stats_count(lengths, heads)
                 tl.store(pivot_ptr + log_sums, log_sum, mask=offs_m < M)
-        ds = product_gradient(
-            ds, qk, rows, keys, visible, corners, b, h, positions, score, True, cfg
-        )
+        ds = product_gradient(ds, qk, p, rows, keys, corners, b, h, positions, score, True, cfg)
         if cfg.HAS_HIDDEN_KEYS:
             ds = tl.where(p != 0.0, ds, 0.0)
         ds = ds.to(q_tile.dtype)

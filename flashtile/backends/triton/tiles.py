@@ -232,10 +232,10 @@ def capped_score(qk, score, cfg: tl.constexpr):
 
 @triton.jit
 def product_gradient(
-    ds, qk, rows, keys, visible, corners, b, h, positions, score, IS_MASKED: tl.constexpr,
+    ds, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the scaled products, from that of the scores, `ds`."""
+    """The gradient of the scaled products, from that of the scores, `ds`, whose weights are `p`."""
     if cfg.SCORE_MOD is not None:
         s = capped_score(qk, score, cfg)
         values, integers = score.data.captured, score.data.captured_integers
@@ -243,7 +243,7 @@ def product_gradient(
         indices = corners_of_scores(b, h, corners, positions, cfg)
         ds = cfg.SCORE_GRADIENT(s, sequence, head, i, j, indices, ds, values, integers)
         if IS_MASKED:
-            ds = tl.where(visible, ds, 0.0)  # the derivative may be NaN elsewhere
+            ds = tl.where(p != 0.0, ds, 0.0)  # where nothing is seen, the derivative may be NaN
     if cfg.HAS_SOFTCAP:
         ds = ds * score_slope(qk, score, cfg)
     return ds

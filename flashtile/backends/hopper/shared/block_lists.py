@@ -271,19 +271,15 @@ def unseen_keys(problem: AttentionProblem, operands: Operands) -> Tensor:
 
     def make() -> Tensor:
         first, stop = row_ranges(problem, torch.arange(columns * keys, device=kinds.device))
-        begin = torch.arange(0, tiles * rows, rows, device=kinds.device)[:, None]
-        full = (kinds == FULL).float()
-        seen = kinds.new_zeros((batch, heads, columns, keys), dtype=torch.bool)
-        # Tensors grow with the mask here, so only some of its tiles are looked at together.
-        step = max(MOST_ELEMENTS // (8 * tiles * keys), 1)
-        for n in range(0, columns, step):
-            of_keys = slice(n * keys, (n + step) * keys)
-            # (tiles, columns, keys): the keys that some row of a tile sees by the rules
-            by_rules = first[of_keys].maximum(begin) < stop[of_keys].minimum(begin + rows)
-            by_rules = by_rules.float().unflatten(1, (-1, keys))
-            seen[:, :, n : n + step] = (
-                torch.einsum("bhtc,tck->bhck", full[..., n : n + step], by_rules) > 0
-            )
+        # (batch, heads, tiles + 1, columns): the full tiles above a row of tiles
+        above = torch.nn.functional.pad((kinds == FULL).cumsum(2, dtype=torch.int32), (0, 0, 1, 0))
+        # (columns, keys): the tiles [begin, end) with rows that see a key by the rules
+        begin = first // rows
+        end = torch.where(first < stop, -(-stop // rows), begin)
+        begin, end = (x.clamp(max=tiles).view(columns, keys) for x in (begin, end))
+        column = torch.arange(columns, device=kinds.device)[:, None]
+        # (batch, heads, columns, keys)
+        seen = above[:, :, end, column] != above[:, :, begin, column]
         most = max(MOST_ELEMENTS // (batch * heads * rows * keys), 1)
         across = min(most, columns)
         down = max(most // across, 1)
