@@ -86,8 +86,8 @@ def key_of(names: tuple[Any, ...], arguments: tuple[Any, ...], with_strides: boo
     indices = _indices_by_type(types)
     if indices is None:
         return None
-    with_launches = _has_launches(arguments[0])
-    device = arguments[0].device
+    q = arguments[0]
+    with_launches, device = _has_launches(q), q.device
     facts: list[Any] = [
         device,
         _is_grad_enabled(),
@@ -97,7 +97,7 @@ def key_of(names: tuple[Any, ...], arguments: tuple[Any, ...], with_strides: boo
         dispatch.forced(),
         dispatch.is_batch_invariant(),
         with_launches,
-        with_launches and allows_tf32(),
+        with_launches and q.dtype is torch.float32 and allows_tf32(),
         names,
         types,
         indices.plain_values(arguments),
@@ -117,7 +117,8 @@ def key_of(names: tuple[Any, ...], arguments: tuple[Any, ...], with_strides: boo
         elif with_strides:
             facts.append(x.stride())
     if with_launches and indices.tensors[1:3] == (1, 2):  # `problem.has_values_in_keys`
-        facts.append(arguments[1].data_ptr() == arguments[2].data_ptr())
+        k, v = arguments[1:3]
+        facts.append(k.shape != v.shape and k.data_ptr() == v.data_ptr())
     for index in indices.tuples:
         item_types = tuple(map(type, arguments[index]))
         if not _PLAIN.issuperset(item_types):

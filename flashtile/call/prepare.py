@@ -239,7 +239,7 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
         layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
     if isinstance(layout, Cached) and "cache_format" in keywords:
         layout, keywords = _with_formats(qkv[0], layout, keywords)
-    if LISTS.intersection(keywords):
+    if not LISTS.isdisjoint(keywords):
         describe(qkv, layout, {})  # a check of what the lists are for
         keywords = with_key_lists(*qkv[:2], layout, keywords)
     if "attn_mask" in keywords or "key_padding_mask" in keywords:
