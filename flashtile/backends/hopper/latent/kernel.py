@@ -41,10 +41,10 @@ from ..shared.pipeline import (
     sync_warps,
 )
 from ..shared.softmax import rescaled_where_needed
+from . import plan
 
-ROWS, KEYS, SLOTS, WARPS = (gl.constexpr(n) for n in (64, 64, 2, 8))
-# Columns of the values, and those of keys after them.
-VALUES, TAIL = gl.constexpr(512), gl.constexpr(64)
+ROWS, KEYS, VALUES, TAIL = map(gl.constexpr, (plan.ROWS, plan.KEYS, plan.VALUES, plan.TAIL))
+SLOTS, WARPS = gl.constexpr(2), gl.constexpr(8)
 
 NUMBERS = ("q_batch", "q_row", "q_head", "B", "M", "N", "total_k", "page_columns", "heads")
 
