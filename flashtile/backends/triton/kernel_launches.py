@@ -94,7 +94,8 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
             "lse_ptr": lse,
             "sink_ptr": at_boundary(operands.sink),
         }
-        return [_launch_of_heads(short_forward_kernel, problem.Hq, problem, arguments, planned)]
+        programs = problem.B * problem.Hq
+        return [_planned(short_forward_kernel, (programs,), arguments, planned.short)]
     launches = []
     lists = NO_LISTS
     if problem.block_tile is not None:
@@ -168,8 +169,8 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             "dlse_ptr": None if dlse is None else dlse.contiguous(),
             "sink_ptr": at_boundary(operands.sink),
         }
-        heads = problem.Hk
-        launches = [_launch_of_heads(short_backward_kernel, heads, problem, arguments, planned)]
+        programs = problem.B * problem.Hk
+        launches = [_planned(short_backward_kernel, (programs,), arguments, planned.short)]
         if made.distance_sums is not None:
             launches.append(distance_launch(problem, made.distance_sums, shared, planned.bands))
         return launches
@@ -196,10 +197,7 @@ def backward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[
             own |= row_arguments(dq=made.dq)
             own["IS_ADDED"] = problem.is_partial and not problem.has_whole_queries
             programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
-        arguments = {**shared, **own, "cfg": config}
-        launches.append(
-            Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
-        )
+        launches.append(_planned(kernel, (programs,), shared | own, kernel_plan))
     if made.dbias is not None:
         launches.append(bias_launch(problem, made.dbias, shared, planned.bands))
     if made.distance_sums is not None:
@@ -245,7 +243,6 @@ def listed_backward_launches(
     kernel = listed_query_gradient_kernel
     queries = _listed_launch(kernel, problem, operands, arguments, planned.queries)
     assert operands.key_index is not None
-    config, warps, stages = planned.keys
     arguments = {
         **shared,
         **row_arguments(dk=made.dk, dv=made.dv),
@@ -253,10 +250,9 @@ def listed_backward_launches(
         "list_heads": operands.key_index.shape[2],
         **_scores_of(common_of(problem, operands)),
         "RUN": problem.options.key_run,
-        "cfg": config,
     }
-    programs = -(-problem.N // config.BLOCK_N) * problem.B * problem.Hk
-    keys = Launch(listed_key_gradient_kernel, (programs,), arguments, warps, stages)
+    programs = -(-problem.N // planned.keys.config.BLOCK_N) * problem.B * problem.Hk
+    keys = _planned(listed_key_gradient_kernel, (programs,), arguments, planned.keys)
     return [delta, queries, keys]
 
 
@@ -281,10 +277,9 @@ def _listed_launch(
         "top": index.shape[3],
         **_scores_of(common_of(problem, operands)),
         "RUN": problem.options.key_run,
-        "cfg": config,
     }
     programs = problem.B * problem.M * problem.Hk * -(-config.GROUP // config.BLOCK_M)
-    return Launch(kernel, (programs,), arguments, kernel_plan.warps, kernel_plan.stages)
+    return _planned(kernel, (programs,), arguments, kernel_plan)
 
 
 def _scores_of(common: dict[str, Any]) -> dict[str, Any]:
@@ -292,14 +287,12 @@ def _scores_of(common: dict[str, Any]) -> dict[str, Any]:
     return {name: common[name] for name in ("at", "score_data", "bias", *NUMBERS)}
 
 
-def _launch_of_heads(
-    kernel: Any, heads: int, problem: AttentionProblem, arguments: dict[str, Any], planned: Plan
+def _planned(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], kernel_plan: KernelPlan
 ) -> Launch:
-    """A program for each of `heads` of each short sequence."""
-    assert planned.short is not None
-    config, warps, stages = planned.short
-    arguments["cfg"] = config
-    return Launch(kernel, (problem.B * heads,), arguments, warps, stages)
+    """A launch with the tiles, warps and stages of its plan."""
+    config, warps, stages = kernel_plan
+    return Launch(kernel, grid, arguments | {"cfg": config}, warps, stages)
 
 
 def delta_launch(
@@ -344,17 +337,15 @@ def row_sums_launch(
     kernel_plan: KernelPlan,
 ) -> Launch:
     """The row sums that large log-sum-exps have lost; not for a part of the keys."""
-    config = kernel_plan.config
     arguments = {
         **row_arguments(q=q, k=k),
         "pivot_ptr": made.pivot,
         "delta_ptr": made.delta,
         "sink_ptr": sink,
         **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
-        "cfg": config,
     }
-    grid = (problem.B * problem.Hq, -(-problem.M // config.BLOCK_M))
-    return Launch(row_sums_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    grid = (problem.B * problem.Hq, -(-problem.M // kernel_plan.config.BLOCK_M))
+    return _planned(row_sums_kernel, grid, arguments, kernel_plan)
 
 
 def lists_launch(
@@ -400,16 +391,16 @@ def bias_launch(
     # float32 to wrong sums on sm_90, for packed sequences with head dims 5 and 32.
     if kernel_plan.stages > 1 or config.BLOCK_M == config.BLOCK_N == 32:
         config = replace(config, BLOCK_M=2 * config.BLOCK_M)
+        kernel_plan = kernel_plan._replace(config=config)
     arguments = shared | {
         "dbias": bias_of(dbias, problem.N),
         "IS_BATCH_SHARED": batch == 1,
         "IS_HEAD_SHARED": heads == 1,
         "IS_ROW_SHARED": rows == 1,
         "IS_KEY_SHARED": keys == 1,
-        "cfg": config,
     }
     grid = (batch * heads, -(-rows // config.BLOCK_M), -(-keys // config.BLOCK_N))
-    return Launch(bias_gradient_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    return _planned(bias_gradient_kernel, grid, arguments, kernel_plan)
 
 
 def distance_launch(
@@ -435,10 +426,10 @@ def _launch_of_bands(
     """A program for each band of square tiles, of each sequence and head."""
     config = kernel_plan.config
     side = min(config.BLOCK_M, config.BLOCK_N)
-    arguments["cfg"] = replace(config, BLOCK_M=side, BLOCK_N=side)
+    square = kernel_plan._replace(config=replace(config, BLOCK_M=side, BLOCK_N=side))
     bands = -(-problem.M // side) + -(-problem.N // side) - 1
     grid = (problem.B * problem.Hq, bands if problem.M and problem.N else 0)
-    return Launch(kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    return _planned(kernel, grid, arguments, square)
 
 
 def probabilities_launch(
@@ -452,12 +443,11 @@ def probabilities_launch(
         **row_arguments(q=q, k=k),
         "probs_ptr": probs,
         "lse_ptr": lse,
-        "cfg": config,
         **common_of(problem, operands),
     }
     m_tiles, n_tiles = -(-problem.M // config.BLOCK_M), -(-problem.N // config.BLOCK_N)
     grid = (problem.B * problem.Hq, m_tiles, n_tiles)
-    return Launch(probabilities_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    return _planned(probabilities_kernel, grid, arguments, kernel_plan)
 
 
 def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[Launch]:
@@ -473,15 +463,17 @@ def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
     along = {"tq": tq, "tk": tk, "tv": tv}
     along = {name: None if x is None else with_aligned_rows(x) for name, x in along.items()}
     aligned = has_aligned_rows(q, k, v, *(x for x in along.values() if x is not None))
-    config, warps, stages = plan_with_functions(problem, aligned).queries
+    kernel_plan = plan_with_functions(problem, aligned).queries
+    config = kernel_plan.config
     if config.HAS_WGMMA and config.BLOCK_D == config.BLOCK_DV == 64:
-        config, warps, stages = replace(config, BLOCK_M=64), 4, 3  # 0.9 of the time of dQ's tile
+        # 0.9 of the time of dQ's tile
+        kernel_plan = KernelPlan(replace(config, BLOCK_M=64), warps=4, stages=3)
     elif config.BLOCK_D > 64:  # shared memory: twice as many tensors are in flight as in dQ
-        stages = min(stages, 2 if config.BLOCK_D <= 128 and q.element_size() == 2 else 1)
+        most = 2 if config.BLOCK_D <= 128 and q.element_size() == 2 else 1
+        kernel_plan = kernel_plan._replace(stages=min(kernel_plan.stages, most))
     common = common_of(problem, operands)
     launches, lists = [], NO_LISTS
     if problem.block_tile is not None:
-        kernel_plan = KernelPlan(config, warps, stages)
         lists, launch = lists_launch(problem, operands, common, kernel_plan, by_keys=False)
         launches.append(launch)
     arguments = {
@@ -494,10 +486,9 @@ def tangent_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
         "tbias": NO_BIAS if tbias is None else bias_of(tbias, problem.N),
         "lists": lists,
         "HAS_SCORES": any(x is not None for x in (tq, tk, tbias, tsink)),
-        "cfg": config,
     }
-    programs = -(-problem.M // config.BLOCK_M) * problem.B * problem.Hq
-    return [*launches, Launch(forward_tangent_kernel, (programs,), arguments, warps, stages)]
+    programs = -(-problem.M // kernel_plan.config.BLOCK_M) * problem.B * problem.Hq
+    return [*launches, _planned(forward_tangent_kernel, (programs,), arguments, kernel_plan)]
 
 
 def column_sum_launch(
@@ -514,17 +505,16 @@ def column_sum_launch(
         config = kernel_plan.config
         taller = replace(config, BLOCK_M=2 * config.BLOCK_M)
         kernel_plan = KernelPlan(taller, warps=4, stages=2)
-    common, config = common_of(problem, operands), kernel_plan.config
+    common = common_of(problem, operands)
     arguments = {
         **row_arguments(q=q, k=k),
         **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
         "sums_ptr": column_sum,
         "lse_ptr": lse,
         "lost_ptr": lost,
-        "cfg": config,
     }
-    grid = (-(-problem.N // config.BLOCK_N), problem.B * problem.Hq)
-    return Launch(column_sum_kernel, grid, arguments, kernel_plan.warps, kernel_plan.stages)
+    grid = (-(-problem.N // kernel_plan.config.BLOCK_N), problem.B * problem.Hq)
+    return _planned(column_sum_kernel, grid, arguments, kernel_plan)
 
 
 # Score functions as functions of Triton, made from their programs.
