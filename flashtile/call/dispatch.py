@@ -132,11 +132,11 @@ def select(problem: AttentionProblem, name: str | None = None) -> str:
 def _select(problem: AttentionProblem, name: str | None) -> str:
     refusals, last = [], ""
     for candidate in (name,) if name else ORDER:
-        backend: Any = BACKENDS[candidate]
+        backend = BACKENDS[candidate]
         reasons = backend.unsupported_reasons(problem)
         if reasons:
             refusals.append(f"  {candidate}: " + "; ".join(reasons))
-        elif not name and hasattr(backend, "defers") and backend.defers(problem):
+        elif not name and backend.defers is not None and backend.defers(problem):
             last = candidate  # if no other one can
         else:
             return candidate

@@ -104,10 +104,10 @@ def _explanation(call: Checked) -> Explanation:
         problem = decided._replace(options=decided.options._replace(backend=""))
     verdicts = []
     for name in dispatch.ORDER:
-        backend: Any = dispatch.BACKENDS[name]
+        backend = dispatch.BACKENDS[name]
         reasons = backend.unsupported_reasons(problem)
         plan = "" if reasons else backend.describe_plan(problem)
-        if plan and hasattr(backend, "defers") and backend.defers(problem):
+        if plan and backend.defers is not None and backend.defers(problem):
             plan = f'after the other backends, unless backend="{name}" is given\n{plan}'
         verdicts.append(Verdict(name, reasons, plan))
     return Explanation(

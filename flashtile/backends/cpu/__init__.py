@@ -8,12 +8,14 @@ from .launch import backward, check_indices, column_sums, forward, probabilities
 from .plan import describe_plan, unsupported_reasons
 
 HINTS = ()
+defers = None
 
 __all__ = [
     "HINTS",
     "backward",
     "check_indices",
     "column_sums",
+    "defers",
     "describe_plan",
     "forward",
     "prepared_backward",

@@ -23,6 +23,7 @@ __all__ = [
     "appends",
     "backward",
     "column_sums",
+    "defers",
     "describe_plan",
     "forward",
     "gradients_of_scores",
@@ -34,6 +35,17 @@ __all__ = [
 ]
 
 HINTS = ("num_splits",)
+defers = None
+_OF_LAUNCH = "backward", "column_sums", "gradients_of_scores", "prepared_backward", "probabilities"
+
+
+def __getattr__(name: str) -> Any:
+    """The rest of the interface is that of `launch`, whose import imports Triton."""
+    if name not in _OF_LAUNCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import launch
+
+    return getattr(launch, name)
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -120,42 +132,6 @@ def append_and_forward(
     return launch.forward(problem, operands, new)
 
 
-def backward(
-    problem: AttentionProblem,
-    operands: Operands,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    add_to: Tensor | None = None,
-) -> Gradients:
-    """Gradients of a problem."""
-    from . import launch
-
-    return launch.backward(problem, operands, out, lse, dout, dlse, add_to)
-
-
-def gradients_of_scores(
-    problem: AttentionProblem,
-    operands: Operands,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-) -> Gradients:
-    """The gradients of tensors that scores read: `backend_interface.ScoreGradients`."""
-    from . import launch
-
-    return launch.gradients_of_scores(problem, operands, out, lse, dout, dlse)
-
-
-def prepared_backward(problem: AttentionProblem, tensors: Tensors) -> RunBackward | None:
-    """The backward of calls like one that has been made; None if it was not prepared."""
-    from . import launch
-
-    return launch.prepared_backward(problem, tensors)
-
-
 def tangents(
     problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Tensors
 ) -> Results | None:
@@ -172,18 +148,3 @@ def tangents(
     from . import launch
 
     return launch.tangents(problem, operands, out, lse, moved[:5])
-
-
-def probabilities(problem: AttentionProblem, operands: Operands, lse: Tensor) -> Tensor:
-    """Softmax probabilities (batch, heads, M, N) in q's dtype, negative where dropped; 0 outside of
-    the mask."""
-    from . import launch
-
-    return launch.probabilities(problem, operands, lse)
-
-
-def column_sums(problem: AttentionProblem, operands: Operands, lse: Tensor, into: Tensor) -> None:
-    """Add up the probabilities of each key: `backend_interface.Measurer`."""
-    from . import launch
-
-    launch.column_sums(problem, operands, lse, into)
