@@ -28,9 +28,9 @@ from .problem import (
     Operands,
     Options,
     Presence,
-    captured_needs_grad,
     lse_dtype,
     lse_shape,
+    needing_gradients,
     output_dtype,
     presence_of,
 )
@@ -318,19 +318,10 @@ def _fake_backward(
     bias_needs_grad: bool,
     *args: Any,
 ) -> Any:
-    operands = Operands(*args[:INPUTS])
-    options = Options(*args[INPUTS:])
-    if not bias_needs_grad:
-        operands = operands._replace(bias=None)
-    if not captured_needs_grad(options):
-        operands = operands._replace(captured=None)
-    if not options.alibi_needs_grad:
-        operands = operands._replace(alibi_slopes=None)
-    if not options.relative_bias_needs_grad:
-        operands = operands._replace(relative_bias=None)
+    operands, options = Operands(*args[:INPUTS]), Options(*args[INPUTS:])
     return tuple(
         dout.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in operands[:DIFFERENTIABLE]
+        for x in needing_gradients(operands, options, bias_needs_grad)
     )
 
 

@@ -53,6 +53,16 @@ class Gradients(NamedTuple):
         return any(x is not None for x in of_scores)
 
 
+class SharedGradients(NamedTuple):
+    """Those of `Gradients` to which each part of a call adds its own; None where not needed."""
+
+    dbias: Tensor | None
+    dsink: Tensor | None
+    dcaptured: Tensor | None
+    dalibi_slopes: Tensor | None
+    drelative_bias: Tensor | None
+
+
 Tensors = tuple[Tensor | None, ...]
 Results = tuple[Tensor, Tensor]  # (out, lse)
 Run = Callable[[Tensors], tuple[Tensor, ...]]  # out, lse, and what else was allocated

@@ -379,6 +379,20 @@ def captured_needs_grad(options: Options) -> bool:
     return program != "" and has_gradients_of_captured(program)
 
 
+def needing_gradients(
+    operands: Operands, options: Options, bias_needs_grad: bool
+) -> tuple[Tensor | None, ...]:
+    """The differentiable operands, with None in place of those whose gradient nobody needs."""
+    return (
+        *operands[:3],
+        operands.bias if bias_needs_grad else None,
+        operands.sink,
+        operands.captured if captured_needs_grad(options) else None,
+        operands.alibi_slopes if options.alibi_needs_grad else None,
+        operands.relative_bias if options.relative_bias_needs_grad else None,
+    )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype without the prefix ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..autocast import autocast_off
 from ..autograd import is_batched
-from ..backend_interface import Gradients
+from ..backend_interface import Gradients, SharedGradients
 from ..call import dispatch
 from ..dropout import BLOCK_KEYS
 from ..gpu.described import AbsentGpu, followed_by, representing
@@ -37,8 +37,8 @@ from ..problem import (
     Operands,
     Options,
     allows_tf32,
-    captured_needs_grad,
     lse_dtype,
+    needing_gradients,
 )
 from ..statistics import Statistics, add_column_sums, entropy_gradient, largest_of_heads, of_rows
 from .arguments import PackedCall, UsedTokens, missing
@@ -199,7 +199,9 @@ def backward(
     if not makes_dk:
         all_dk, all_dv = new_sums(k, v, padding[1], dtype)
     dk, dv = all_dk[: len(k)], all_dv[: len(v)]
-    shared = _Shared.of(operands, plan.options, bias_needs_grad, lse.dtype)
+    needed = needing_gradients(operands, plan.options, bias_needs_grad)[3:]
+    zeros = (x if x is None else torch.zeros_like(x, dtype=lse.dtype) for x in needed)
+    shared = SharedGradients(*zeros)
     returning: list[KeyGradients] = []
     for step, keys, values in _fetched(plan, operands):
         heads = step.query_heads
@@ -228,7 +230,7 @@ def backward(
             if part.dk.shape[-1] > k.shape[-1]:  # values beside the keys
                 dk_part, of_values = part.dk.split((k.shape[-1], v.shape[-1]), dim=-1)
                 dv_part = dv_part + of_values
-            shared.add(part, plan, step)
+            _add_shared(shared, part, plan, step)
         returning.append(KeyGradients(plan, step, dk_part, dv_part))
         if len(returning) > 1:
             returning.pop(0).add_to(dk, dv)
@@ -314,49 +316,17 @@ def _with_entropy(
     return Gradients(dq, dk, dv, *(g if g is None or x is None else g + x for g, x in rest))
 
 
-class _Shared(NamedTuple):
-    """Gradients to which every call adds its part, in the order of `Gradients`; None where they are
-    not needed."""
-
-    dbias: Tensor | None
-    dsink: Tensor | None
-    dcaptured: Tensor | None
-    dalibi_slopes: Tensor | None
-    drelative_bias: Tensor | None
-
-    @classmethod
-    def of(
-        cls, operands: Operands, options: Options, bias_needs_grad: bool, dtype: torch.dtype
-    ) -> _Shared:
-        """Zeros."""
-        by_tensor = (
-            (operands.bias, bias_needs_grad),
-            (operands.sink, True),
-            (operands.captured, captured_needs_grad(options)),
-            (operands.alibi_slopes, options.alibi_needs_grad),
-            (operands.relative_bias, options.relative_bias_needs_grad),
-        )
-        return cls(
-            *(
-                None if x is None or not is_needed else torch.zeros_like(x, dtype=dtype)
-                for x, is_needed in by_tensor
-            )
-        )
-
-    def add(self, part: Gradients, plan: Plan, step: Step) -> None:
-        """Add the part of a step's call, which has only the heads of the step."""
-        heads = step.query_heads
-        if self.dbias is not None and part.dbias is not None:
-            total = of_heads(self.dbias, heads)
-            add_bias_gradient(total, part.dbias, plan.schedule, step.stage, plan.has_packed_bias)
-        if self.dsink is not None and part.dsink is not None:
-            self.dsink[heads] += part.dsink
-        if self.dcaptured is not None and part.dcaptured is not None:
-            self.dcaptured.add_(part.dcaptured)
-        if self.dalibi_slopes is not None and part.dalibi_slopes is not None:
-            self.dalibi_slopes[..., heads] += part.dalibi_slopes
-        if self.drelative_bias is not None and part.drelative_bias is not None:
-            self.drelative_bias[heads] += part.drelative_bias
+def _add_shared(shared: SharedGradients, part: Gradients, plan: Plan, step: Step) -> None:
+    """Add the part of a step's call, which has only the heads of the step."""
+    heads = step.query_heads
+    if shared.dbias is not None and part.dbias is not None:
+        total = of_heads(shared.dbias, heads)
+        add_bias_gradient(total, part.dbias, plan.schedule, step.stage, plan.has_packed_bias)
+    # Of the sink, captured numbers, slopes and the relative bias.
+    indices: tuple[Any, ...] = heads, ..., (..., heads), heads
+    for whole, x, index in zip(shared[1:], part[4:], indices, strict=True):
+        if whole is not None and x is not None:
+            whole[index] += x
 
 
 def _fetched(plan: Plan, operands: Operands) -> Iterator[tuple[Step, Tensor, Tensor]]:

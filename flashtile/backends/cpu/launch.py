@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ...backend_interface import Gradients, Results
+from ...backend_interface import Gradients, Results, SharedGradients
 from ...problem import (
     DIFFERENTIABLE,
     AttentionProblem,
     Operands,
-    captured_needs_grad,
     lse_dtype,
     lse_shape,
+    needing_gradients,
     output_dtype,
 )
 from ...score_mod.rows import unpacked
@@ -23,19 +21,6 @@ from .distances import DistanceGradients
 from .plan import Plan, plan_backward, plan_forward
 from .score_function import TileFunction
 from .segments import Indices, Segment, segments
-
-
-class Sums(NamedTuple):
-    """Gradients of tensors that all segments share, to which each one adds its part; None where
-    they are not needed.
-    """
-
-    dbias: Tensor | None
-    dsink: Tensor | None
-    # Float64, because single numbers can have as many terms as there are scores.
-    dcaptured: Tensor | None
-    dalibi_slopes: Tensor | None
-    drelative_bias: Tensor | None
 
 
 def forward(
@@ -86,14 +71,11 @@ def backward(
     if dead is not None:  # they have no gradient, whatever that of their output holds
         dout = dout.masked_fill(dead.transpose(-1, -2).unsqueeze(-1), 0.0)
     results = (out, lse, dout, dlse, dead)
-    dbias = _zeros_like(operands.bias if problem.bias_needs_grad else None, lse.dtype)
-    dsink = _zeros_like(operands.sink, lse.dtype)
-    with_captured = captured_needs_grad(problem.options)
-    dcaptured = _zeros_like(operands.captured if with_captured else None, torch.float64)
-    options, slopes, table = problem.options, operands.alibi_slopes, operands.relative_bias
-    dslopes = _zeros_like(slopes if options.alibi_needs_grad else None, torch.float64)
-    dtable = _zeros_like(table if options.relative_bias_needs_grad else None, torch.float64)
-    sums = Sums(dbias, dsink, dcaptured, dslopes, dtable)
+    shared = needing_gradients(operands, problem.options, problem.bias_needs_grad)[3:]
+    # Float64 where single numbers can have as many terms as there are scores.
+    sum_dtypes = lse.dtype, lse.dtype, torch.float64, torch.float64, torch.float64
+    pairs = zip(shared, sum_dtypes, strict=True)
+    sums = SharedGradients(*(x if x is None else torch.zeros(x.shape, dtype=t) for x, t in pairs))
     is_sum = problem.is_partial and not problem.has_whole_queries, *[problem.is_partial] * 2
     dtypes = [lse.dtype if s else x.dtype for s, x in zip(is_sum, (q, k, v), strict=True)]
     parts = tuple(segments(problem, operands))
@@ -228,7 +210,7 @@ def _segment_backward(
     segment: Segment,
     plan: Plan,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    sums: Sums,
+    sums: SharedGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a segment; adds to `sums`."""
     out, lse, dout = results[:3]
@@ -276,7 +258,7 @@ def _plain_backward(
     segment: Segment,
     plan: Plan,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    sums: Sums,
+    sums: SharedGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, dout, dlse, dead = results
     dtype = plan.compute_dtype
@@ -302,7 +284,7 @@ def _plain_backward(
     return grads.dQ, grads.dK, grads.dV
 
 
-def _distance_gradients(sums: Sums, segment: Segment) -> DistanceGradients | None:
+def _distance_gradients(sums: SharedGradients, segment: Segment) -> DistanceGradients | None:
     """The parts of the sums for a segment's sequences and heads; None if they are not needed."""
     dslopes, dtable = sums.dalibi_slopes, sums.drelative_bias
     if dslopes is None and dtable is None:
@@ -379,10 +361,6 @@ def _scaled(
         return x
     factors = float8.query_factors if of_queries else float8.key_factors
     return x * factors(descale, segment).to(dtype)
-
-
-def _zeros_like(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else torch.zeros(x.shape, dtype=dtype)
 
 
 def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
