@@ -19,6 +19,7 @@ from ..autocast import autocast_dtype, cast_inputs, is_autocasting, without_auto
 from ..autograd import is_transformed
 from ..call import checks
 from ..call.converted_masks import as_bias
+from ..call.dispatch import BackendName
 from ..call.layouts import Packed
 from ..call.options import LISTS, AttentionOptions, VarlenOptions, unexpected_keywords
 from ..call.prepare import CAPTURED, describe, with_score_mod
@@ -37,6 +38,46 @@ OPTIONS.append("return_stats")  # a sorted tuple of names
 # Options that are added to the scores.
 SCORE_MASKS = ("bias", "attn_mask", "key_padding_mask")
 USED = ("seqused_q", "seqused_k")
+
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+class Arguments(NamedTuple):
+    """What a rank passes to `ContextParallel.attention`, as it is."""
+
+    qkv: Qkv
+    layout: Layout
+    options: Mapping[str, Any]
+    return_lse: bool = False
+    backend: BackendName | None = None
+
+    def with_program(self) -> Arguments:
+        """The program of the score function and what it captures replace the function: equal calls
+        have equal programs."""
+        q, function = self.qkv[0], self.options.get("score_mod")
+        if not callable(function) or not isinstance(q, Tensor):
+            return self
+        try:
+            program = described(function, lse_dtype(q.dtype), q.device)
+        except Exception:  # the function is the caller's
+            return self  # the check of the call raises it again, where all ranks hear of it
+        return self._replace(options={**self.options, "score_mod": program})
+
+    def has_only_qkv(self) -> bool:
+        """Whether `call_signature` says everything about a call besides the contents of q, k and v:
+        the options have neither tensors nor masks nor functions, and autocast does not change
+        dtypes."""
+        parts = (x if type(x) is tuple else (x,) for x in self.options.values())
+        are_numbers = all(
+            x is None or type(x) in (int, float, bool, str) for part in parts for x in part
+        )
+        return are_numbers and not is_autocasting(self.qkv[0])
+
+    def needs_gradients(self) -> bool:
+        """Whether a backward may follow for some of the tensors: on all ranks or on none."""
+        q, k, v = self.qkv
+        return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 class UsedTokens(NamedTuple):
@@ -111,7 +152,7 @@ def missing(name: str) -> NotImplementedError:
     return NotImplementedError(f"{name}: context parallelism does not have this option")
 
 
-def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]) -> None:
+def refuse_transforms(arguments: Arguments) -> None:
     """Raise under transforms of torch.func, and for tensors with tangents: they would need other
     exchanges.
 
@@ -125,8 +166,8 @@ def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, 
         )
     if forward_ad._current_level >= 0:
         names = Operands._fields[:DIFFERENTIABLE]
-        others = (options.get(name) for name in names[3:])
-        for name, x in zip(names, (*qkv, *others), strict=True):
+        others = (arguments.options.get(name) for name in names[3:])
+        for name, x in zip(names, (*arguments.qkv, *others), strict=True):
             if x is not None and forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError(
                     f"context parallelism: {name} got a forward-mode tangent; expected none, with "
@@ -134,14 +175,13 @@ def refuse_transforms(qkv: tuple[Tensor, Tensor, Tensor], options: Mapping[str, 
                 )
 
 
-def packed_call(
-    qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, options: Mapping[str, Any]
-) -> PackedCall:
+def packed_call(arguments: Arguments) -> PackedCall:
     """Check the tensors and options of a rank.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an argument does not fit.
     """
+    qkv, layout, options, *_ = arguments
     q, k, v = cast_inputs(*qkv)
     if any(x.dtype in FLOAT8 for x in (q, k, v)):
         raise NotImplementedError(f"q, k, v: got {q.dtype}, context parallelism has no float8")
@@ -211,18 +251,6 @@ def packed_qv(qv: Any, q: Tensor, v: Tensor, layout: Layout) -> Tensor:
     (qv,) = cast_inputs(qv)
     checks.folded_qv(qv, q, v)
     return layout.without_padding("qv", qv, layout.queries, layout.local_tokens)
-
-
-def with_program(q: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a call, in which the program of its score function and what it captures
-    replace the function: equal calls have equal programs."""
-    function = options.get("score_mod")
-    if not callable(function) or not isinstance(q, Tensor):
-        return options
-    try:
-        return {**options, "score_mod": described(function, lse_dtype(q.dtype), q.device)}
-    except Exception:  # the function is the caller's
-        return options  # the check of the call raises it again, where all ranks hear of it
 
 
 def score_function(function: Any, q: Tensor) -> Mapping[str, Any]:
@@ -352,9 +380,6 @@ def lengths_of(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]
     return lengths
 
 
-Qkv = tuple[Tensor, Tensor, Tensor]
-
-
 def call_signature(tensors: Sequence[Any], options: Mapping[str, Any], *settings: Any) -> Any:
     """What decides which messages a call has and whether it is refused, and nothing in which ranks
     may differ. Otherwise one of them would compare a call that the others have compared before.
@@ -373,16 +398,6 @@ def plan_key(signature: Any, qkv: Qkv, reserved_processors: int) -> tuple[Any, .
     return signature, *[x.device for x in qkv], reserved_processors, deterministic
 
 
-def has_only_qkv(qkv: Qkv, options: Mapping[str, Any]) -> bool:
-    """Whether `call_signature` says everything about a call besides the contents of q, k and v: the
-    options have neither tensors nor masks nor functions, and autocast does not change dtypes."""
-    parts = (x if type(x) is tuple else (x,) for x in options.values())
-    are_numbers = all(
-        x is None or type(x) in (int, float, bool, str) for part in parts for x in part
-    )
-    return are_numbers and not is_autocasting(qkv[0])
-
-
 def value_signature(name: str, x: Any) -> Any:
     """What decides whether two values of an argument need one agreement of the ranks or two. It is
     equal on all ranks, whose GPUs have numbers of their own."""
@@ -397,9 +412,3 @@ def value_signature(name: str, x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(value_signature(name, part) for part in x)
     return repr(x)
-
-
-def needs_gradients(qkv: Qkv) -> bool:
-    """Whether a backward may follow for some of the tensors: on all ranks or on none."""
-    q, k, v = qkv
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)

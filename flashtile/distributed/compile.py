@@ -7,7 +7,6 @@ repeats the exchange of heads, but not the attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from ..masks import BlockMask, Spans
 from ..operators import library, ops, register_fake, schema_of
 from ..problem import lse_dtype
 from ..score_mod import Described
-from .arguments import OPTIONS, refuse_unknown
+from .arguments import OPTIONS, Arguments, refuse_unknown
 from .layout import layout_of
 
 
@@ -88,14 +87,9 @@ library.define(
 )
 
 
-def attend(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    layout: Any,
-    options: Mapping[str, Any],
-    return_lse: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
+def attend(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) of a traced call of `ContextParallel.attention`."""
+    qkv, layout, options, return_lse, backend = arguments
     refuse_unknown(options, attend)
     if "return_stats" in options:
         raise NotImplementedError("return_stats: context parallelism has none under torch.compile")

@@ -21,19 +21,17 @@ from ..problem import AttentionProblem, Operands, lse_dtype
 from . import compile as compiled
 from . import partition
 from .arguments import (
+    Arguments,
     PackedCall,
     Qkv,
     call_signature,
     digest,
-    has_only_qkv,
     lengths_of,
-    needs_gradients,
     packed_call,
     plan_key,
     refuse_transforms,
     refuse_unknown,
     shapes,
-    with_program,
 )
 from .buffers import indices
 from .collectives import (
@@ -259,41 +257,29 @@ class ContextParallel(Decoder):
             ValueError, TypeError, NotImplementedError: an argument does not fit, or the ranks
                 disagree; every rank raises the same error.
         """
-        qkv = q, k, v
         if return_stats is not None:
             options["return_stats"] = tuple(sorted(statistics.checked_names(return_stats)))
+        arguments = Arguments((q, k, v), layout, options, return_lse, backend)
         stats: list[Any] = []
-        if all(type(x) in (Tensor, torch.nn.Parameter) for x in qkv):
-            out, lse, *stats = self._attend(qkv, layout, options, return_lse, backend)
+        if all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, v)):
+            out, lse, *stats = self._attend(arguments)
         else:
             from . import dtensors  # imported late, because loading DTensor takes long
 
-            out, lse = dtensors.attend(
-                lambda local: self._attend(local, layout, options, return_lse, backend),
-                qkv,
-                layout,
-                options,
-            )
+            out, lse = dtensors.attend(self._attend, arguments)
         if stats:
             return (out, lse, *stats) if return_lse else (out, *stats)
         return (out, lse) if return_lse else out
 
-    def _attend(
-        self,
-        qkv: Qkv,
-        layout: Layout,
-        options: Mapping[str, Any],
-        return_lse: bool,
-        backend: BackendName | None,
-    ) -> tuple[Any, ...]:
+    def _attend(self, arguments: Arguments) -> tuple[Any, ...]:
         """(out, lse) of a rank's own tensors, traced or not, and statistics."""
         if not torch.compiler.is_compiling():
-            return self.run(qkv, layout, options, return_lse, backend)
+            return self.run(*arguments)
         if self.generator is not None:
             raise NotImplementedError(
                 "generator: got a torch.Generator under torch.compile, want None, for PyTorch's own"
             )
-        return compiled.attend(qkv, layout, options, return_lse, backend)
+        return compiled.attend(arguments)
 
     def explain(
         self,
@@ -312,9 +298,8 @@ class ContextParallel(Decoder):
         Raises:
             ValueError, TypeError, NotImplementedError: an argument does not fit.
         """
-        qkv, traced = (q, k, v), with_program(q, options)
-        signature = self._signature(qkv, traced, False, backend)
-        call, plan = self._planned(qkv, layout, backend, traced, False, signature)
+        arguments = Arguments((q, k, v), layout, options, backend=backend).with_program()
+        call, plan = self._planned(arguments, self._signature(arguments))
         return explained(self.requested, self._workload(layout, call), plan.strategy)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> str:
@@ -360,45 +345,38 @@ class ContextParallel(Decoder):
             rng_state: of dropout; None draws it.
             known: (out, lse) of an equal call, to record its gradients without computing it again.
         """
-        options = with_program(qkv[0], options)
-        signature = self._signature(qkv, options, return_lse, backend)
+        arguments = Arguments(qkv, layout, options, return_lse, backend).with_program()
+        signature = self._signature(arguments)
         layout.calls += known is None
         is_verified = signature in layout.verified
-        if is_verified and layout.context is self and has_only_qkv(qkv, options):
+        if is_verified and layout.context is self and arguments.has_only_qkv():
             plan = layout.plans.get((plan_key(signature, qkv, self.reserved_processors), None))
             if plan is not None:
                 return self._run(plan, None, qkv, layout, rng_state, known)
         if is_verified:
-            call, plan = self._planned(qkv, layout, backend, options, return_lse, signature)
+            call, plan = self._planned(arguments, signature)
         else:
             call, plan = layout.verified.verify(
-                signature,
-                lambda: self._runnable(qkv, layout, backend, options, return_lse, signature),
+                signature, lambda: self._runnable(arguments, signature)
             )
             connect(self.comm, qkv[0].device)
         # The first call runs as the others: checkpoints compare what they keep.
         operands = call.operands if plan.memo is None else None
         return self._run(plan, operands, qkv, layout, rng_state, known)
 
-    def _signature(
-        self, qkv: Qkv, options: Mapping[str, Any], return_lse: bool, backend: str | None
-    ) -> Any:
+    def _signature(self, arguments: Arguments) -> Any:
+        qkv, _, options, *settings = arguments
         transforms = is_transformed(), forward_ad._current_level >= 0
-        settings = return_lse, backend, transforms, needs_gradients(qkv), self.machine
-        return call_signature(qkv, options, *settings)
+        needs_gradients = arguments.needs_gradients()
+        return call_signature(qkv, options, *settings, transforms, needs_gradients, self.machine)
 
     def _runnable(
-        self,
-        qkv: Qkv,
-        layout: Layout,
-        backend: BackendName | None,
-        options: Mapping[str, Any],
-        return_lse: bool,
-        signature: Any,
+        self, arguments: Arguments, signature: Any
     ) -> tuple[tuple[PackedCall, Plan], dict[str, Any]]:
         """`_planned`, for a call that some backend can run on every rank, and the facts that have
         to be equal on all ranks."""
-        call, plan = self._planned(qkv, layout, backend, options, return_lse, signature)
+        call, plan = self._planned(arguments, signature)
+        layout, backend = arguments.layout, arguments.backend
         q, _, v = call.operands[:3]
         problem = AttentionProblem.of(call.operands, call.options)
         divided = is_divided(call.used.queries, call.used.keys, plan.strategy.ulysses)
@@ -425,34 +403,27 @@ class ContextParallel(Decoder):
             ),
             "numbers of tokens in use": call.used.facts(),
             "the block mask": call.tiles and call.tiles.digest,
-            "the shapes of optional tensors": shapes(options),
-            "return_lse": return_lse,
+            "the shapes of optional tensors": shapes(arguments.options),
+            "return_lse": arguments.return_lse,
             "return_stats": sorted(plan.statistics),
             "ulysses, stages, head groups": tuple(plan.strategy),
             "gradient_dtype": self._gradient_dtype,
-            "gradients": needs_gradients(qkv),
+            "gradients": arguments.needs_gradients(),
         }
 
-    def _planned(
-        self,
-        qkv: Qkv,
-        layout: Layout,
-        backend: BackendName | None,
-        options: Mapping[str, Any],
-        return_lse: bool,
-        signature: Any,
-    ) -> tuple[PackedCall, Plan]:
+    def _planned(self, arguments: Arguments, signature: Any) -> tuple[PackedCall, Plan]:
         """A checked call, whose `call_signature` is given, and its plan."""
+        layout, options = arguments.layout, arguments.options
         if layout.context is not self:
             raise ValueError("layout: got one of another ContextParallel")
         if self.reserved_processors < 0:
             raise ValueError(f"reserved_processors: got {self.reserved_processors}, want 0 or more")
         refuse_unknown(options, ContextParallel.attention)
-        refuse_transforms(qkv, options)
-        call = packed_call(qkv, layout, options)
-        only_qkv = has_only_qkv(qkv, options)
+        refuse_transforms(arguments)
+        call = packed_call(arguments)
+        only_qkv = arguments.has_only_qkv()
         values = None if only_qkv else call.options
-        key = plan_key(signature, qkv, self.reserved_processors), values
+        key = plan_key(signature, arguments.qkv, self.reserved_processors), values
         plan: Plan | None = layout.plans.get(key)
         if plan is None:
             strategy = select_strategy(self.requested, self._workload(layout, call))
@@ -464,8 +435,8 @@ class ContextParallel(Decoder):
                 layout,
                 strategy,
                 self._gradient_dtype,
-                backend=backend,
-                wants_lse=return_lse,
+                backend=arguments.backend,
+                wants_lse=arguments.return_lse,
                 statistics=names,
                 reserved_processors=self.reserved_processors,
                 tokens=layout.tokens if is_flat else None,

@@ -114,6 +114,7 @@ class Decoder:
             lse = lse.transpose(1, 2).contiguous() if return_lse else lse
         return (out, lse) if return_lse else out
 
+    @torch.no_grad()
     def deal(
         self,
         k: Tensor,
@@ -137,8 +138,35 @@ class Decoder:
         Raises:
             ValueError: an argument does not fit, or the ranks disagree; every rank raises it.
         """
-        with torch.no_grad():
-            return _deal(self.comm, layout, (k, v), block, capacity)
+        comm = self.comm
+        blocks, packed = verify_across_ranks(
+            comm, lambda: _prepared_deal(comm, layout, (k, v), block, capacity)
+        )
+        connect(comm, packed[0].device)
+        rows = blocks.most_rows(max(layout.keys.lengths, default=0))
+        rows = rows if capacity is None else capacity
+        tokens = [_tokens(layout, rank, packed[0].device) for rank in range(comm.ranks)]
+        document, position = tokens[comm.rank]
+        sends, parts = {}, {}
+        for rank in range(comm.ranks):
+            to = (blocks.owner(position) == rank).nonzero().flatten()
+            part = torch.cat([x.index_select(0, to).flatten() for x in packed])
+            if rank == comm.rank:
+                parts[rank] = part
+                continue
+            sends[rank] = part
+            count = int((blocks.owner(tokens[rank][1]) == comm.rank).sum())
+            parts[rank] = part.new_empty(count * sum(x.shape[1:].numel() for x in packed))
+        comm.exchange(sends, {rank: parts[rank] for rank in sends}, "keys and values").wait()
+        caches = [x.new_zeros(len(layout.keys.lengths), rows, *x.shape[1:]) for x in packed]
+        for rank, part in parts.items():
+            document, position = tokens[rank]
+            is_local = blocks.owner(position) == comm.rank
+            where = document[is_local], blocks.row(position[is_local])
+            sizes = [int(is_local.sum()) * x.shape[1:].numel() for x in packed]
+            for cache, x in zip(caches, part.split(sizes), strict=True):
+                cache[where] = x.view(-1, *cache.shape[2:])
+        return caches[0], caches[1]
 
 
 def _prepared(
@@ -175,9 +203,12 @@ def _prepared(
         )
     if is_autocasting(q):  # a cache never changes: the others get its dtype
         q, k, v = (cast_input(x, k_cache.dtype) for x in (q, k, v))
-    if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = checks.length("cache_seqlens", cache_seqlens)
-    cached = Cached(_lengths_for_checks(cache_seqlens, q), k_new=k, v_new=v)
+    before = cache_seqlens
+    if not isinstance(before, Tensor):
+        cache_seqlens = count = checks.length("cache_seqlens", before)
+        # A tensor, since an int would be compared with the capacity of this rank only.
+        before = torch.full(q.shape[:1], count, dtype=torch.int32, device=q.device)
+    cached = Cached(before, k_new=k, v_new=v)
     keywords = {name: x for name, x in options.items() if x is not None}
     _, call_options = describe((q, k_cache, v_cache), cached, keywords)
     call = decoding_of((q, k_cache, v_cache), (k, v), cache_seqlens, options)
@@ -194,45 +225,6 @@ def _prepared(
         "the shapes of optional tensors": shapes(options),
     }
     return (Step.of(blocks, call, call_options, backend), call), facts
-
-
-def _lengths_for_checks(cache_seqlens: int | Tensor, q: Tensor) -> Tensor:
-    """A tensor, since an int would be compared with the capacity of this rank only."""
-    if isinstance(cache_seqlens, Tensor):
-        return cache_seqlens
-    return torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
-
-
-def _deal(comm: Communicator, layout: Layout, kv: KV, block: int, capacity: int | None) -> KV:
-    """See `Decoder.deal`."""
-    blocks, packed = verify_across_ranks(
-        comm, lambda: _prepared_deal(comm, layout, kv, block, capacity)
-    )
-    connect(comm, packed[0].device)
-    rows = blocks.most_rows(max(layout.keys.lengths, default=0))
-    rows = rows if capacity is None else capacity
-    tokens = [_tokens(layout, rank, packed[0].device) for rank in range(comm.ranks)]
-    document, position = tokens[comm.rank]
-    sends, parts = {}, {}
-    for rank in range(comm.ranks):
-        to = (blocks.owner(position) == rank).nonzero().flatten()
-        part = torch.cat([x.index_select(0, to).flatten() for x in packed])
-        if rank == comm.rank:
-            parts[rank] = part
-            continue
-        sends[rank] = part
-        count = int((blocks.owner(tokens[rank][1]) == comm.rank).sum())
-        parts[rank] = part.new_empty(count * sum(x.shape[1:].numel() for x in packed))
-    comm.exchange(sends, {rank: parts[rank] for rank in sends}, "keys and values").wait()
-    caches = [x.new_zeros(len(layout.keys.lengths), rows, *x.shape[1:]) for x in packed]
-    for rank, part in parts.items():
-        document, position = tokens[rank]
-        is_local = blocks.owner(position) == comm.rank
-        where = document[is_local], blocks.row(position[is_local])
-        sizes = [int(is_local.sum()) * x.shape[1:].numel() for x in packed]
-        for cache, x in zip(caches, part.split(sizes), strict=True):
-            cache[where] = x.view(-1, *cache.shape[2:])
-    return caches[0], caches[1]
 
 
 def _prepared_deal(
@@ -351,17 +343,10 @@ class Decoding(NamedTuple):
             spans: the first row and one past the last that each query sees; None for all.
         """
         sink = self.sink if blocks.rank == 0 else None  # it counts once
-        if spans is not None:
-            starts, stops = spans
-            return Operands(
-                self.q,
-                *self.caches,
-                sink=sink,
-                seqused_k=used,
-                span_starts=starts,
-                span_stops=stops,
-            )
-        operands = Operands(self.q, *self.caches, sink=sink, seqused_k=used)
+        starts, stops = spans or (None, None)
+        operands = Operands(
+            self.q, *self.caches, sink=sink, seqused_k=used, span_starts=starts, span_stops=stops
+        )
         if self.alibi_slopes is None:
             return operands
         q_runs, k_runs = self._runs(blocks)  # slopes need the position of each key

@@ -11,33 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .layout import Layout
-
-QKV = tuple[Tensor, Tensor, Tensor]
+from .arguments import Arguments
 
 
 def attend(
-    run: Callable[[QKV], tuple[Tensor, Tensor]],
-    qkv: QKV,
-    layout: Layout,
-    options: Mapping[str, Any],
+    run: Callable[[Arguments], tuple[Any, ...]], arguments: Arguments
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) as DTensors, sharded as q.
 
     Args:
         run: the call on a rank's own tensors.
-        qkv: on one mesh with the same placements: tokens sharded over the ranks, heads or sequences
-            perhaps over other dimensions of the mesh. Other tensors go to `run` as they are.
-        layout: over processes.
-        options: of the call; their tensors are the rank's own ones.
+        arguments: q, k and v on one mesh with the same placements: tokens sharded over the ranks,
+            heads or sequences perhaps over other dimensions of the mesh. Other tensors go to `run`
+            as they are, and those of options are the rank's own ones. The layout is over processes.
 
     Raises:
         TypeError: some tensors are DTensors and others are not.
         ValueError, NotImplementedError: a placement does not fit; the message names the tensor.
     """
+    qkv, layout, options, *_ = arguments
     q, k, v = qkv
     if not any(isinstance(x, DTensor) for x in qkv):
-        return run(qkv)
+        return run(arguments)
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, DTensor):
             raise TypeError(f"{name}: got a plain tensor, want a DTensor, as the others are")
@@ -57,7 +52,7 @@ def attend(
     want = tuple(layout.comm.global_ranks)
     if ranks != want:
         raise ValueError(f"q: got tokens sharded over the ranks {ranks}, want {want}")
-    out, lse = run((q.to_local(), k.to_local(), v.to_local()))
+    out, lse = run(arguments._replace(qkv=(q.to_local(), k.to_local(), v.to_local())))
     rows = {batch: batch + 1, batch + 1: batch}  # lse has its heads before its tokens
     of_lse = [Shard(rows.get(p.dim, p.dim)) if isinstance(p, Shard) else p for p in q.placements]
     mesh = q.device_mesh

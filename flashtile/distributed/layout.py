@@ -17,7 +17,7 @@ from .. import current_layout
 from ..lru import Memo
 from .buffers import stream_of
 from .collectives import MOST_SIGNATURES, Communicator, VerifiedCalls
-from .partition import ShardMap
+from .partition import Piece, ShardMap
 
 PLANS = 128  # of a layout; some have tensors with a number for each token
 
@@ -60,7 +60,9 @@ class Layout:
         self.rank = wire.rank
         self.tokens = queries.tokens(self.rank), keys.tokens(self.rank)  # without padding
         documents = queries.documents(self.rank)
-        self.positions = _padded(self._positions(), self.local_tokens, 0)
+        positions = [torch.arange(p.start, p.stop) for p in self._pieces(self.rank)]
+        padding = torch.zeros(self.local_tokens - sum(map(len, positions)), dtype=torch.int64)
+        self.positions = torch.cat([*positions, padding])
         counts = [sum(b - a for a, b in queries.spans(self.rank, d)) for d in documents]
         self.cu_seqlens = torch.tensor([0, *counts]).cumsum(0).int()
         self.verified = VerifiedCalls(wire)
@@ -274,12 +276,14 @@ class Layout:
 
     def rows_of(self, rank: int) -> Tensor:
         """A rank's rows without padding, as indices into the token dimension of the whole."""
-        pieces = self.queries.pieces[rank]
-        if self.sequences:  # every sequence is cut alike
-            pieces = tuple(piece for piece in pieces if piece.document == 0)
-        starts = torch.tensor([0, *self.queries.lengths]).cumsum(0).tolist()
-        parts = [torch.arange(p.start, p.stop) + starts[p.document] for p in pieces]
+        starts = [*accumulate(self.queries.lengths, initial=0)]
+        parts = [torch.arange(p.start, p.stop) + starts[p.document] for p in self._pieces(rank)]
         return torch.cat([*parts, torch.arange(0)])
+
+    def _pieces(self, rank: int) -> list[Piece]:
+        """A rank's pieces, of one sequence of a dense batch: all are cut alike."""
+        pieces = self.queries.pieces[rank]
+        return [piece for piece in pieces if piece.document == 0 or not self.sequences]
 
     def _rows_on(self, rank: int, device: torch.device) -> Tensor:
         """`rows_of` on a device."""
@@ -295,13 +299,6 @@ class Layout:
             with torch.inference_mode(False):  # later calls may need gradients
                 copy = self._copies[what] = make().to(device)
         return copy
-
-    def _positions(self) -> Tensor:
-        """The position of every row in its document, without padding."""
-        pieces = self.queries.pieces[self.rank]
-        if self.sequences:
-            pieces = tuple(piece for piece in pieces if piece.document == 0)
-        return torch.cat([*(torch.arange(p.start, p.stop) for p in pieces), torch.arange(0)])
 
 
 class _Unshard(torch.autograd.Function):
@@ -323,10 +320,6 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return ctx.layout.shard(gradient, ctx.dim), None, None
-
-
-def _padded(x: Tensor, length: int, fill: int) -> Tensor:
-    return torch.cat([x, x.new_full((length - x.shape[0],), fill)])
 
 
 IGNORED = -100  # the label of a token without a next one

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile import BlockMask, Spans
 from flashtile.distributed import ContextParallel, compile
+from flashtile.distributed.arguments import Arguments
 from flashtile.distributed.layout import layout_of
 from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
@@ -51,10 +52,11 @@ def test_ops(options: dict[str, Any], return_lse: bool) -> None:
         layout = parallel.layout(batch=2, seq_len=32, grain=16)
         q, k, v = (torch.randn(2, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
         torch.manual_seed(0)
-        want = parallel.run((q, k, v), layout, options, return_lse, None)
+        arguments = Arguments((q, k, v), layout, options, return_lse)
+        want = parallel.run(*arguments)
         torch.manual_seed(0)
         with Calls() as calls:
-            got = compile.attend((q, k, v), layout, options, return_lse, None)
+            got = compile.attend(arguments)
         results = []
         for out, lse in (got, want):
             loss = out.sin().sum() + (lse.clamp(min=-9).sum() if return_lse else 0)

@@ -9,6 +9,7 @@ import torch
 from test_schedule import CAUSAL, random_facts, visible_scores
 
 from flashtile.distributed import MACHINES, ContextParallel, partition
+from flashtile.distributed.arguments import Arguments
 from flashtile.distributed.partition import Piece, ShardMap, TileMap, Work
 from flashtile.distributed.schedule import keys_received, schedule
 from flashtile.distributed.strategy import (
@@ -115,9 +116,8 @@ def test_all_ranks_select_alike() -> None:
         parallel = ContextParallel.over(comm)
         layout = parallel.layout(cu_seqlens=[0, 40, 41, 200])
         x = torch.zeros(layout.local_tokens, 4, 8)
-        return parallel._planned((x, x, x), layout, None, {"causal": True}, False, "kind")[
-            1
-        ].strategy
+        arguments = Arguments((x, x, x), layout, {"causal": True})
+        return parallel._planned(arguments, "kind")[1].strategy
 
     assert len(set(run_ranks(6, one_rank))) == 1
 
