@@ -141,12 +141,11 @@ def flash_attn_varlen_func(
         seqlen_k_per_split=seqlen_k_per_split,
     )
     _check_metadata(scheduler_metadata)
-    layout = Layout(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table
-    )
-    out, lse = attend(
+    out, lse = _attend(
         (q, k, v),
-        layout,
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table),
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
         qv=qv,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -279,13 +278,12 @@ def _flash_attn_fwd(
             raise ValueError("q, k: got one of them, want both or, with qv, neither")
         q, k, qv = qv, v, None
     _check_metadata(scheduler_metadata)
-    layout = Layout(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table
-    )
     with torch.no_grad():
-        found, found_lse = attend(
+        found, found_lse = _attend(
             (q, k, v),
-            layout,
+            (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table),
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
             qv=qv,
             softmax_scale=softmax_scale,
             causal=causal,
@@ -419,34 +417,19 @@ def _refuse(**given: Any) -> None:
             raise NotImplementedError(f"{name}: {why}")
 
 
-# Queries and keys are padded or packed, independently.
-
-
-class Layout(NamedTuple):
-    """The layout of queries and keys; those without cumulative lengths are padded."""
-
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    page_table: Tensor | None = None
-
-    @property
-    def is_padded(self) -> bool:
-        return all(x is None for x in (self.cu_seqlens_q, self.cu_seqlens_k, self.page_table))
-
-
-def attend(
-    qkv: tuple[Tensor, Tensor, Tensor], layout: Layout, **options: Any
+def _attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[Tensor | None, Tensor | None, int | None, int | None, Tensor | None],
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) with the heads of lse first."""
+    """(out, lse) with the heads of lse first. Queries and keys without cumulative lengths are
+    padded, independently.
+    """
     q, k, v = qkv
-    cu_seqlens_q, cu_seqlens_k, M, N, seqused_q, seqused_k, page_table = layout
-    options |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "return_lse": True}
+    cu_seqlens_q, cu_seqlens_k, M, N, page_table = lengths
+    options["return_lse"] = True
     result: Any
-    if layout.is_padded:
+    if cu_seqlens_q is None and cu_seqlens_k is None and page_table is None:
         result = attention(q, k, v, **options)
         return result
     if page_table is not None and cu_seqlens_k is not None:
@@ -456,6 +439,6 @@ def attend(
         M = q.shape[0]
     if cu_seqlens_k is not None and N is None:
         N = k.shape[0]
-    lengths = (cu_seqlens_q, cu_seqlens_k, M, N)
-    result = attention_varlen(q, k, v, *lengths, page_table=page_table, **options)
+    ends = cu_seqlens_q, cu_seqlens_k
+    result = attention_varlen(q, k, v, *ends, M, N, page_table=page_table, **options)
     return result

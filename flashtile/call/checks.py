@@ -583,10 +583,6 @@ _FLOATING = "a floating dtype, float16 to float64"
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
-def _is_table(shape: tuple[int, ...], _batch: int, heads: int) -> bool:
-    return len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
-
-
 # For each optional tensor of floating numbers: whether a shape fits batch and heads, and the shape.
 _SHAPES: dict[str, tuple[Callable[[tuple[int, ...], int, int], bool], str]] = {
     "sink": (
@@ -599,7 +595,7 @@ _SHAPES: dict[str, tuple[Callable[[tuple[int, ...], int, int], bool], str]] = {
         "query head",
     ),
     "relative_bias": (
-        _is_table,
+        lambda shape, _, heads: len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1,
         "({heads}, 2 R + 1): for each query head, a number for each distance from -R to R",
     ),
 }

@@ -13,7 +13,7 @@ The `Plan` of a call, at the end, holds its steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -561,14 +561,10 @@ class KeyGradients:
         self.pending.wait()
         for message in sorted(self.step.stage.sends):
             for total, x in zip(totals, self.arrived[message.peer], strict=True):
-                _add_rows(total, message.spans, x)
-
-
-def _add_rows(total: Tensor, spans: Sequence[Span], x: Tensor) -> None:
-    row = 0
-    for start, stop in spans:
-        total[start:stop] += x[row : row + stop - start]
-        row += stop - start
+                row = 0
+                for start, stop in message.spans:
+                    total[start:stop] += x[row : row + stop - start]
+                    row += stop - start
 
 
 _BIAS = Operands._fields.index("bias")

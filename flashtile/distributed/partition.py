@@ -503,14 +503,10 @@ def _zigzag_pieces(
 ) -> list[tuple[int, Piece]]:
     """Pieces of one document for `ranks`: the first rank gets the first and the last one."""
     order = [*ranks, *reversed(ranks)]
-    cuts = _cuts(length, len(order), grain)
-    return [(rank, Piece(document, *cut)) for rank, cut in zip(order, pairwise(cuts), strict=True)]
-
-
-def _cuts(length: int, parts: int, grain: int) -> list[int]:
-    """Where `parts` nearly equal parts begin, at multiples of the grain, and the end."""
-    inner = [min(length, round(length * i / parts / grain) * grain) for i in range(parts)]
-    return [*inner, length]
+    parts = len(order)  # nearly equal ones, which begin at multiples of the grain
+    starts = [min(length, round(length * i / parts / grain) * grain) for i in range(parts)]
+    cuts = pairwise([*starts, length])
+    return [(rank, Piece(document, *cut)) for rank, cut in zip(order, cuts, strict=True)]
 
 
 def _parts(lengths: Lengths, parts: int, grain: int) -> list[list[Piece]]:

@@ -541,21 +541,14 @@ class Writer:
         return f"tl.where({self._plain(mask)}, {filled}, {kept})"
 
     def _clamp_(self, line: Line) -> str:
-        given = dict(zip(("x", "min", "max"), line.arguments, strict=False)) | dict(line.options)
-        found = self._as(given["x"], line.dtype)
+        found, limits = self._as(line.arguments[0], line.dtype), limits_of(line)
         for bound, sign in (("min", "<"), ("max", ">")):
-            if given.get(bound) is not None:
-                limit = self._as(given[bound], line.dtype)
+            if limits.get(bound) is not None:
+                limit = self._as(limits[bound], line.dtype)
                 found = f"tl.where({found} {sign} {limit}, {limit}, {found})"
         return found
 
-    def _clamp_min_(self, line: Line) -> str:
-        x, limit = (self._as(x, line.dtype) for x in line.arguments)
-        return f"tl.where({x} < {limit}, {limit}, {x})"
-
-    def _clamp_max_(self, line: Line) -> str:
-        x, limit = (self._as(x, line.dtype) for x in line.arguments)
-        return f"tl.where({x} > {limit}, {limit}, {x})"
+    _clamp_min_ = _clamp_max_ = _clamp_
 
     def _bitwise_not_(self, line: Line) -> str:
         x = self._plain(line.arguments[0])

@@ -77,7 +77,9 @@ def _backward(*args: Any) -> list[_Sharding]:
 
 def _replicated(outputs: int, args: tuple[Any, ...]) -> _Sharding:
     """The placement in which every process holds all tensors completely."""
-    inputs: list[Placement | None] = [Replicate() if _is_tensor(x) else None for x in args]
+    inputs: list[Placement | None] = [
+        Replicate() if hasattr(x, "placements") else None for x in args
+    ]
     results: list[Placement | None] = [Replicate() for _ in range(outputs)]
     return results, inputs
 
@@ -144,7 +146,3 @@ def _is_dense(operands: Operands) -> bool:
     return all(
         x is None or name in known for name, x in zip(Operands._fields, operands, strict=True)
     )
-
-
-def _is_tensor(x: Any) -> bool:
-    return hasattr(x, "placements")

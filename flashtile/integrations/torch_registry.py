@@ -127,7 +127,8 @@ def _flash_forward(
         call = query, key, value, out, *offsets, *keys, *numbers, *window, *tail
         results = flash.varlen_fwd(*call, num_splits=num_splits or 0)
     result, lse, debug_mask, rng_state = results
-    return result, lse, rng_state.view(torch.uint64), _unused(query), debug_mask
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    return result, lse, rng_state.view(torch.uint64), unused, debug_mask
 
 
 def _flash_forward_inplace(out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -324,10 +325,6 @@ def _key_offsets(cum_seq_k: Tensor | None, seqused_k: Tensor | None) -> Tensor:
     if seqused_k is None:
         raise ValueError("cum_seq_k: got None, want cumulative lengths or, with pages, seqused_k")
     return torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
-
-
-def _unused(query: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.uint64, device=query.device)
 
 
 _SDPA_CPU = "_scaled_dot_product_flash_attention_for_cpu"

@@ -200,7 +200,8 @@ def _call(
     if len(dims) > 1 or not dims <= {3, 4, 5}:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ValueError(f"query, key, value: got shapes {shapes}, want all 3-D, 4-D or 5-D")
-    expanded = all(x.stride(-2) == 0 and not _is_leaf(x) for x in (key, value))
+    # The gradient of a leaf is to be stored in this very tensor.
+    expanded = all(x.stride(-2) == 0 and not (x.requires_grad and x.is_leaf) for x in (key, value))
     if shares_heads and expanded and query.dim() > 3:
         key, value = key[..., :1, :], value[..., :1, :]
     # (batch, seq, [groups,] heads, head_dim) -> (batch, seq, heads, head_dim)
@@ -240,11 +241,6 @@ def _without_groups(bias: Tensor, groups: int, heads: int) -> Tensor:
     if own != (1, 1):  # a bias that all heads share stays one
         wide = wide.expand(-1, groups, heads, -1, -1)
     return wide.flatten(1, 2)
-
-
-def _is_leaf(x: Tensor) -> bool:
-    """Whether the gradient is to be stored in this very tensor."""
-    return x.requires_grad and x.is_leaf
 
 
 def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .program import CONSTANT, ELEMENT, INDICES, INTEGERS, VALUES, Line, Name, Program
+from .program import CONSTANT, ELEMENT, INTEGERS, VALUES, Line, Name, Program
 
 _aten = torch.ops.aten
 
@@ -189,22 +189,15 @@ class Conversion:
         return known._replace(indices=(*known.indices, *indices))
 
 
-def convert(graph: fx.Graph, dtype: torch.dtype) -> tuple[Program, list[Root]]:
-    """The program of a score function, from its graph for scores of `dtype`.
+def convert(graph: fx.Graph, inputs: tuple[str, ...]) -> tuple[Program, list[Root]]:
+    """The program of a function of these inputs, from its graph.
 
     Raises:
         NotImplementedError: an operation does not work on single numbers.
     """
-    conversion = Conversion(graph, ("s", *INDICES))
+    conversion = Conversion(graph, inputs)
     (result,) = conversion.run()
     return Program(tuple(conversion.lines), result).without_unused(), conversion.roots
-
-
-def convert_unpack(graph: fx.Graph) -> Program:
-    """The program of a function of a row of bytes and the index of an element."""
-    conversion = Conversion(graph, ("row", ELEMENT))
-    (result,) = conversion.run()
-    return Program(tuple(conversion.lines), result).without_unused()
 
 
 def _value(node: fx.Node) -> Tensor:

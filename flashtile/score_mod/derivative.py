@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .convert import Conversion
-from .evaluate import operation
-from .program import CONSTANT, INDICES, INTEGERS, VALUES, Name, Program, fact, parsed
+from .evaluate import evaluate
+from .program import INDICES, INTEGERS, VALUES, Program, fact, parsed
 from .record import Recorder, recording
 
 UNCHANGED = "return g"  # the derivative of a function that adds something to scores
@@ -67,7 +66,8 @@ def _recorded(program: Program, dtypes: dict[str, torch.dtype], wanted: list[str
     inputs = [given[name].requires_grad_() for name in wanted]
     recorder = Recorder(given.values())
     with recorder:
-        gradients = _gradients(_result(program, given), inputs, given["g"])
+        result = evaluate(program, given, shape=())[program.result]
+        gradients = _gradients(result, inputs, given["g"])
     graph = recorder.finish(gradients)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         node.replace_all_uses_with(node.args[0])  # a derivative is not differentiated
@@ -86,18 +86,3 @@ def _gradients(result: Tensor, inputs: list[Tensor], gradient: Tensor) -> Sequen
     return torch.autograd.grad(
         result, inputs, create_graph=True, allow_unused=True, materialize_grads=True
     )
-
-
-def _result(program: Program, given: dict[str, Tensor]) -> Tensor:
-    """The result of a program on single numbers, of which the captured ones are given."""
-    found = dict(given)
-    for line in program.lines:
-        if line.name in found:
-            continue
-        if line.op == CONSTANT:
-            found[line.name] = torch.full((), line.arguments[0], dtype=line.dtype)
-            continue
-        arguments: Any = (found[x] if isinstance(x, Name) else x for x in line.arguments)
-        options = {n: found[x] if isinstance(x, Name) else x for n, x in line.options}
-        found[line.name] = operation(line.op)(*arguments, **options)
-    return found[program.result]

@@ -19,23 +19,30 @@ _ONE = (1, 1, 1, 1)
 
 
 def evaluate(
-    program: Program, inputs: dict[str, Tensor], values: Tensor | None, integers: Tensor | None
+    program: Program,
+    inputs: dict[str, Tensor],
+    values: Tensor | None = None,
+    integers: Tensor | None = None,
+    shape: tuple[int, ...] = _ONE,
 ) -> dict[str, Tensor]:
     """All numbers of a program, by name.
 
     Args:
-        inputs: ``s``, the indices and, for a derivative, ``g``.
+        inputs: ``s``, the indices and, for a derivative, ``g``; perhaps numbers of lines, too.
         values, integers: the buffers of captured numbers, (n,); None if the program reads none.
             Of several rows, (rows, n), the numbers read have these as their first dimension.
+        shape: of constants.
 
     Raises:
         IndexError: an index is outside of a captured tensor.
     """
     found = dict(inputs)
     for line in program.lines:
+        if line.name in found:
+            continue
         if line.op == CONSTANT:
             found[line.name] = torch.full(
-                _ONE, line.arguments[0], dtype=line.dtype, device=found["s"].device
+                shape, line.arguments[0], dtype=line.dtype, device=found["s"].device
             )
         elif line.op in (VALUES, INTEGERS):
             buffer = values if line.op == VALUES else integers

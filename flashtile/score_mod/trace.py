@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import (
 
 from ..autocast import autocast_off
 from ..masks.block_mask import READ_NUMBERS
-from .convert import Root, convert, convert_unpack
-from .program import Program
+from .convert import Root, convert
+from .program import ELEMENT, INDICES, Program
 from .record import Recorder, recording
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -66,7 +66,7 @@ def traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) ->
         score = torch.zeros((), dtype=dtype, device=device)
         indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
         graph, operations, captures = _recorded(function, (score, *indices), dtype)
-    program, roots = convert(graph, dtype)
+    program, roots = convert(graph, ("s", *INDICES))
     return Traced(str(program), captures.captured, _preparation(roots, operations, captures))
 
 
@@ -82,7 +82,7 @@ def traced_unpack(unpack: Callable[[Tensor, Tensor], Tensor], bytes_per_row: int
         graph, _, captures = _recorded(unpack, (row, d), torch.float32)
     if captures.captured:
         raise TypeError("score_mod: captures a tensor; want a function of its arguments only")
-    return convert_unpack(graph)
+    return convert(graph, ("row", ELEMENT))[0]
 
 
 def _recorded(

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from .reference import (
-    Alibi,
     Attend,
     RelativeBias,
     ScoreRule,
@@ -135,6 +134,52 @@ class _Scores(NamedTuple):
     slope_variance: Tensor
 
 
+class _ScoreGradients(NamedTuple):
+    """Gradients of the scores, (B, Hq, M, N), and what the variance of their errors is made of:
+    those of delta and L, (B, Hq, M, 1), are shared by whole rows."""
+
+    dS: Tensor
+    variance: Tensor  # without those of delta and L
+    P: Tensor
+    delta_variance: Tensor
+    L_variance: Tensor
+
+    def bias_variance(self, shape: torch.Size, u: float) -> Tensor:
+        """The variance of the gradient of a bias: dS, summed over the dimensions in which the bias
+        is broadcast."""
+        keys = (*self.dS.shape[:3], *shape[-1:])
+        return (
+            self.variance.sum_to_size(shape)
+            + self._of_rows(lambda x: x.sum_to_size(keys)).sum_to_size(shape)
+            + (u * self.dS.abs().sum_to_size(shape)).square()
+        )
+
+    def table_variance(self, relative_bias: RelativeBias, u: float) -> Tensor:
+        """The variance of the gradient of a relative bias: dS, summed over equal columns of its
+        table."""
+        width = relative_bias.table.shape[1]
+
+        def by_column(x: Tensor) -> Tensor:
+            column = relative_bias.column.expand(x.shape)
+            return x.new_zeros(*x.shape[:3], width).scatter_add(-1, column, x)
+
+        rounding = (u * by_column(self.dS.abs()).sum((0, 2))).square()
+        return (by_column(self.variance) + self._of_rows(by_column)).sum((0, 2)) + rounding
+
+    def _of_rows(self, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        of_delta = summed(self.P).square() * self.delta_variance
+        return of_delta + summed(self.dS).square() * self.L_variance
+
+    def random_errors(self, g: torch.Generator) -> Tensor:
+        """Errors with these variances."""
+
+        def of(variance: Tensor) -> Tensor:
+            signs = 2 * torch.randint(0, 2, variance.shape, generator=g, device=g.device) - 1
+            return variance.sqrt() * signs.to(variance)
+
+        return of(self.variance) + self.P * of(self.delta_variance) + self.dS * of(self.L_variance)
+
+
 class _Variance(torch.autograd.Function):
     """The variances of the module's docstring, in float64."""
 
@@ -163,7 +208,9 @@ class _Variance(torch.autograd.Function):
         P = torch.exp(S - L).masked_fill(dead, 0)
         from_L = torch.where(P > 0, S - L, 0)
         largest = S.amax(-1, keepdim=True) if S.shape[-1] else L
-        L_var = _square_sum(P, S_var) + u**2 * (2 * L.square() + largest.square() + 4)
+        L_var = (P.square() * S_var).sum(-1, keepdim=True) + u**2 * (
+            2 * L.square() + largest.square() + 4
+        )
         L_var = L_var + u**2 * LOGARITHM * (L - largest).square()
         L_var = L_var.masked_fill(dead, 0)
         # Without the variance of the row's L, which is added below.
@@ -204,12 +251,18 @@ class _Variance(torch.autograd.Function):
         row_var = P.square() * delta_var + dS.square() * L_var
         dsink = (dS_var + row_var)[..., N:].sum(-1, keepdim=True)
         dS, dS_var, row_var, P_seen = (x[..., :N] for x in (dS, dS_var, row_var, P))
-        dbias = _bias_variance(ctx.bias, dS, dS_var, P_seen, delta_var, L_var, u)
-        dslopes = _slopes_variance(ctx.alibi, dS, dS_var, P_seen, delta_var, L_var, u)
-        dtable = _table_variance(ctx.relative_bias, dS, dS_var, P_seen, delta_var, L_var, u)
-        dscores = None
+        gradients = _ScoreGradients(dS, dS_var, P_seen, delta_var, L_var)
+        dbias = dslopes = dtable = dscores = None
+        if ctx.bias is not None:
+            dbias = gradients.bias_variance(ctx.bias.shape, u)
+        if ctx.alibi is not None:  # those of a bias whose dS is multiplied by distances
+            d = ctx.alibi.distance
+            of_slopes = gradients._replace(dS=d * dS, variance=d * d * dS_var, P=d * P_seen)
+            dslopes = of_slopes.bias_variance(ctx.alibi.slopes.shape, u)
+        if ctx.relative_bias is not None:
+            dtable = gradients.table_variance(ctx.relative_bias, u)
         if ctx.has_scores:
-            dscores = _random_errors(ctx.errors, dS, dS_var, P_seen, delta_var, L_var)
+            dscores = gradients.random_errors(ctx.errors)
         product = dS * slope
         product_var = dS_var * slope.square() + dS.square() * slope_var
         dq = torch.einsum("bhmn,bnhd->bmhd", product_var, k.square()) + (
@@ -242,18 +295,6 @@ class _Variance(torch.autograd.Function):
             dscores,
             *(None,) * 3,
         )
-
-
-def _random_errors(
-    g: torch.Generator, dS: Tensor, dS_var: Tensor, P: Tensor, delta_var: Tensor, L_var: Tensor
-) -> Tensor:
-    """Errors of dS; those of delta and L are shared by whole rows."""
-
-    def of(variance: Tensor) -> Tensor:
-        signs = 2 * torch.randint(0, 2, variance.shape, generator=g, device=g.device) - 1
-        return variance.sqrt() * signs.to(variance)
-
-    return of(dS_var) + P * of(delta_var) + dS * of(L_var)
 
 
 def _scores(
@@ -321,72 +362,3 @@ def _partial_sums(x: Tensor, y: Tensor, u: float) -> Tensor:
         additions = min(step, x.shape[2] - m0) - (m0 == 0)
         total = total + additions * partial.square()
     return u**2 / 3 * total
-
-
-def _square_sum(x: Tensor, variance: Tensor) -> Tensor:
-    return (x.square() * variance).sum(-1, keepdim=True)
-
-
-def _bias_variance(
-    bias: Tensor | None,
-    dS: Tensor,
-    dS_var: Tensor,
-    P: Tensor,
-    delta_var: Tensor,
-    L_var: Tensor,
-    u: float,
-) -> Tensor | None:
-    """The variance of dbias: dS, summed over the dimensions in which the bias is broadcast. The
-    errors of delta and L are shared by whole rows.
-    """
-    if bias is None:
-        return None
-    shape = bias.shape
-    keys = (*dS.shape[:3], shape[-1]) if bias.dim() else dS.shape[:3]
-    by_row = P.sum_to_size(keys).square() * delta_var + dS.sum_to_size(keys).square() * L_var
-    return (
-        dS_var.sum_to_size(shape)
-        + by_row.sum_to_size(shape)
-        + (u * dS.abs().sum_to_size(shape)).square()
-    )
-
-
-def _slopes_variance(
-    alibi: Alibi | None,
-    dS: Tensor,
-    dS_var: Tensor,
-    P: Tensor,
-    delta_var: Tensor,
-    L_var: Tensor,
-    u: float,
-) -> Tensor | None:
-    """The variance of the slopes' gradient: that of a bias whose dS is multiplied by distances."""
-    if alibi is None:
-        return None
-    d = alibi.distance
-    return _bias_variance(alibi.slopes, d * dS, d * d * dS_var, d * P, delta_var, L_var, u)
-
-
-def _table_variance(
-    relative_bias: RelativeBias | None,
-    dS: Tensor,
-    dS_var: Tensor,
-    P: Tensor,
-    delta_var: Tensor,
-    L_var: Tensor,
-    u: float,
-) -> Tensor | None:
-    """The variance of the gradient of a relative bias: dS, summed over equal columns of its table.
-    The errors of delta and L are shared by whole rows.
-    """
-    if relative_bias is None:
-        return None
-    width = relative_bias.table.shape[1]
-
-    def by_column(x: Tensor) -> Tensor:
-        column = relative_bias.column.expand(x.shape)
-        return x.new_zeros(*x.shape[:3], width).scatter_add(-1, column, x)
-
-    of_rows = by_column(P).square() * delta_var + by_column(dS).square() * L_var
-    rounding = (u * by_column(dS.abs()).sum((0, 2))).square()
-    return (by_column(dS_var) + of_rows).sum((0, 2)) + rounding

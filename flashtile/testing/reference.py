@@ -477,7 +477,8 @@ def attention_with_kvcache_reference(
     leftpad = torch.zeros(B, dtype=torch.long) if cache_leftpad is None else cache_leftpad.long()
 
     q_rows = sequences(q.to(compute_dtype), cu_seqlens_q)
-    moving = _is_causal_or_local(options)
+    sides = window_sides(options.get("causal", False), options.get("window_size", (-1, -1)))
+    moving = sides != (None, None) or options.get("attention_chunk", 0) > 0
 
     def rotated(rows: list[Tensor], moving: bool) -> list[Tensor]:
         if rotary_cos is None or rotary_sin is None:
@@ -570,8 +571,3 @@ def _slots(
     if page_table is not None:
         return page_table[row, positions // cache.shape[1]].long(), positions % cache.shape[1]
     return row, positions
-
-
-def _is_causal_or_local(options: dict[str, Any]) -> bool:
-    sides = window_sides(options.get("causal", False), options.get("window_size", (-1, -1)))
-    return sides != (None, None) or options.get("attention_chunk", 0) > 0

@@ -80,7 +80,7 @@ def test_shapes_with_padding(return_lse: bool) -> None:
             x = torch.randn(*shape, layout.local_tokens, 2, 8)
             for _ in range(2):
                 with Calls() as calls:
-                    found = compile.attend((x, x, x), layout, {}, return_lse, None)
+                    found = compile.attend(Arguments((x, x, x), layout, {}, return_lse))
                 expected = compile._fake_forward(*calls.arguments[0])
                 assert [t.shape for t in found] == [t.shape for t in expected]
 

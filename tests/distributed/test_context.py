@@ -15,7 +15,7 @@ import flashtile
 from flashtile import BlockMask
 from flashtile.call import dispatch
 from flashtile.distributed import ContextParallel, Mask, compile, executor
-from flashtile.distributed.arguments import OPTIONS
+from flashtile.distributed.arguments import OPTIONS, Arguments
 from flashtile.distributed.partition import TileMap
 from flashtile.problem import AttentionProblem
 from flashtile.testing import generator, normal
@@ -77,7 +77,7 @@ def test_which_statistics_ranks_have() -> None:
         with pytest.raises(ValueError, match="return_stats: got 'sum', want some of"):
             parallel.attention(x, x, x, layout, return_stats=["sum"])
         with pytest.raises(NotImplementedError, match="return_stats: context parallelism has none"):
-            compile.attend((x, x, x), layout, {"return_stats": ("entropy",)}, False, None)
+            compile.attend(Arguments((x, x, x), layout, {"return_stats": ("entropy",)}))
         names = ("max_logit", "entropy")[: 1 + comm.rank]
         with pytest.raises(ValueError, match="the ranks disagree on return_stats"):
             parallel.attention(x, x, x, layout, return_stats=names)

@@ -104,7 +104,7 @@ def backward(
         dk,
         dv,
         *(
-            x if problem.is_partial else _like(x, operand)
+            x if problem.is_partial or x is None or operand is None else x.to(operand.dtype)
             for x, operand in zip(sums, operands[3:DIFFERENTIABLE], strict=True)
         ),
     )
@@ -361,7 +361,3 @@ def _scaled(
         return x
     factors = float8.query_factors if of_queries else float8.key_factors
     return x * factors(descale, segment).to(dtype)
-
-
-def _like(gradient: Tensor | None, x: Tensor | None) -> Tensor | None:
-    return None if gradient is None or x is None else gradient.to(x.dtype)

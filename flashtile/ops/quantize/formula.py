@@ -66,7 +66,8 @@ def quantize(
     q8, q_descale = scaled(rotated(q, matrix), rows_q, FLOAT8_QUERY_BLOCK, recipe, kv_heads)
     k8, k_descale = scaled(rotated(k_float, matrix), rows_k, FLOAT8_KEY_BLOCK, recipe, kv_heads)
     v8, v_descale = scaled(rotated(v, matrix_v), rows_k, FLOAT8_KEY_BLOCK, recipe, kv_heads)
-    return Quantized(q8, k8, keys_adjacent(v8), q_descale, k_descale, v_descale, k_mean)
+    v8 = keys_adjacent_like(v8).copy_(v8)
+    return Quantized(q8, k8, v8, q_descale, k_descale, v_descale, k_mean)
 
 
 def rotated(x: Tensor, matrix: Tensor | None) -> Tensor:
@@ -137,13 +138,9 @@ def power_of_two(x: Tensor) -> Tensor:
     return torch.where(x > 0, torch.ldexp(torch.ones_like(x), exponent), 1.0)
 
 
-def keys_adjacent(v: Tensor) -> Tensor:
-    """`v` (..., keys, heads, head_dim) with its keys adjacent in memory."""
-    return keys_adjacent_like(v).copy_(v)
-
-
 def keys_adjacent_like(v: Tensor) -> Tensor:
-    """An uninitialised float8 tensor of v's shape whose keys are adjacent in memory."""
+    """An uninitialised float8 tensor of the shape of `v` (..., keys, heads, head_dim) whose keys
+    are adjacent in memory."""
     *batch, N, heads, head_dim = v.shape
     rows = -(-N // ROW_STEP) * ROW_STEP
     memory = torch.empty(*batch, heads, head_dim, rows, dtype=E4M3, device=v.device)
