@@ -360,10 +360,8 @@ def _run_cached(
             return _run_cached(*given)
     if type(return_lse) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
-    names, has_statistics = None, False
-    if return_stats is not None:
-        names = statistics.checked_names(return_stats)
-        has_statistics = statistics.of_rows(names)
+    names = None if return_stats is None else statistics.checked_names(return_stats)
+    has_statistics = names is not None and statistics.of_rows(names)
     if names is not None and shared_prefix_len is not None:
         raise NotImplementedError("return_stats: cannot be combined with shared_prefix_len")
     if shared_prefix_len is not None:
@@ -474,10 +472,8 @@ def _run(
     if generator is not None:
         checks.generator(generator, qkv[0].device)
     wanted = out if padded is None else tokens("out", out)
-    names, has_statistics = None, False
-    if return_stats is not None:
-        names = statistics.checked_names(return_stats)
-        has_statistics = statistics.of_rows(names)
+    names = None if return_stats is None else statistics.checked_names(return_stats)
+    has_statistics = names is not None and statistics.of_rows(names)
     measured = return_attn_probs, has_statistics
     call = prepare(qkv, layout, options, backend, wanted, *measured)
     problem, operands = call.problem, call.operands

@@ -161,7 +161,7 @@ CPU = [
     ),
     Planted(
         "the gradient of a sink is that of the last sequence",
-        "_native_backward",
+        "_segment_backward",
         "dsink[segment.heads] += tiles",
         "dsink[segment.heads] = tiles",
         "tests/conformance/test_varlen.py -k 'test_option_alone and sink'",

@@ -175,20 +175,8 @@ def _segment_forward(
     problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
 ) -> tuple[Tensor, ...]:
     if plan.kernel == "native":
-        k, v = segment.keys(operands.k), segment.keys(operands.v)
-        if problem.options.k_unpack:
-            k, v = _unpacked(problem, k, v)
-        O, L = native.forward(
-            segment.queries(operands.q),
-            k,
-            v,
-            plan.compute_dtype,
-            segment.mask,
-            problem.options.softmax_scale,
-            None if operands.bias is None else segment.per_score(operands.bias),
-            None if operands.sink is None else operands.sink[segment.heads],
-            plan.BLOCK_M,
-        )
+        sink = None if operands.sink is None else operands.sink[segment.heads]
+        O, L = native.forward(_native_problem(problem, operands, segment, plan), sink)
         # Pieces of keys are merged by their L, which may have lost the sizes of the parts.
         is_whole = native.single_piece(segment.mask, plan.BLOCK_M) is not None
         if is_whole or operands.bias is None or not tiles.is_large(L).any():
@@ -211,45 +199,32 @@ def _segment_backward(
     plan: Plan,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     sums: SharedGradients,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tiles.TileGradients:
     """dq, dk, dv of a segment; adds to `sums`."""
     out, lse, dout = results[:3]
     if operands.bias is not None and tiles.is_large(segment.rows(lse)).any():
         plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
-    if plan.kernel == "native":
-        return _native_backward(problem, operands, segment, plan, out, lse, dout, sums.dsink)
-    return _plain_backward(problem, operands, segment, plan, results, sums)
-
-
-def _native_backward(
-    problem: AttentionProblem,
-    operands: Operands,
-    segment: Segment,
-    plan: Plan,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dsink: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = plan.compute_dtype
-    out_rows, dout_rows, lse_rows = segment.queries(out), segment.queries(dout), segment.rows(lse)
-    if dsink is not None and operands.sink is not None:
-        delta = (out_rows.to(dtype) * dout_rows.to(dtype)).sum(-1)
+    if plan.kernel != "native":
+        return _plain_backward(problem, operands, segment, plan, results, sums)
+    given, dtype = _native_problem(problem, operands, segment, plan), plan.compute_dtype
+    O, dO, L = segment.queries(out), segment.queries(dout), segment.rows(lse)
+    if sums.dsink is not None and operands.sink is not None:
+        delta = (O.to(dtype) * dO.to(dtype)).sum(-1)
         sink = operands.sink[segment.heads].to(dtype)
-        dsink[segment.heads] += tiles.sink_gradient(sink, lse_rows, delta)
-    return native.backward(
-        segment.queries(operands.q),
-        segment.keys(operands.k),
-        segment.keys(operands.v),
-        out_rows,
-        lse_rows,
-        dout_rows,
-        dtype,
-        segment.mask,
-        problem.options.softmax_scale,
-        None if operands.bias is None else segment.per_score(operands.bias),
-        plan.BLOCK_M,
-    )
+        sums.dsink[segment.heads] += tiles.sink_gradient(sink, L, delta)
+    return native.backward(given, O, L, dO)
+
+
+def _native_problem(
+    problem: AttentionProblem, operands: Operands, segment: Segment, plan: Plan
+) -> native.NativeProblem:
+    k, v = segment.keys(operands.k), segment.keys(operands.v)
+    if problem.options.k_unpack:
+        k, v = _unpacked(problem, k, v)
+    q, bias = segment.queries(operands.q), operands.bias
+    bias = None if bias is None else segment.per_score(bias)
+    settings = plan.compute_dtype, segment.mask, problem.options.softmax_scale, plan.BLOCK_M
+    return native.NativeProblem(q, k, v, bias, *settings)
 
 
 def _plain_backward(
@@ -259,7 +234,7 @@ def _plain_backward(
     plan: Plan,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     sums: SharedGradients,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tiles.TileGradients:
     out, lse, dout, dlse, dead = results
     dtype = plan.compute_dtype
     dO = segment.queries(dout).to(dtype)
@@ -278,10 +253,8 @@ def _plain_backward(
     dbias = None if sums.dbias is None else segment.per_score(sums.dbias)
     given = tp, L, dO, delta, dbias, sums.dcaptured, _distance_gradients(sums, segment)
     if is_whole:
-        grads = whole_tiles.backward(*given)
-    else:
-        grads = tiles.backward(*given, problem.is_partial)
-    return grads.dQ, grads.dK, grads.dV
+        return whole_tiles.backward(*given)
+    return tiles.backward(*given, problem.is_partial)
 
 
 def _distance_gradients(sums: SharedGradients, segment: Segment) -> DistanceGradients | None:

@@ -25,6 +25,7 @@ from ... import operators
 from ...lru import memoised
 from ...ops.merge.formula import add_sink, merge
 from .segments import KeyRun, SegmentMask, without_hidden
+from .tiles import TileGradients
 
 INFINITY = float("inf")
 KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
@@ -53,27 +54,18 @@ class Piece(NamedTuple):
         n0, n1 = self.spans[0]
         return x if x.shape[dim] == n1 - n0 else x.narrow(dim, n0, n1 - n0)
 
-    def added(self, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What the kernel adds to the scores, in the `dtype` of the queries: the bias, and -inf
-        where a query does not see a key. None if it adds nothing.
-
-        Args:
-            bias: (batch or 1, heads or 1, M or 1, N or 1).
+    def operands(self, given: NativeProblem) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The piece's keys and values, zero where no row sees them; and what the kernel adds to the
+        scores: the bias, and -inf where a query does not see a key. None if it adds nothing.
         """
-        if bias is not None:
-            bias = bias if bias.shape[2] == 1 else self.rows(bias)
-            bias = _readable(bias if bias.shape[3] == 1 else self.keys(bias, dim=3), dtype)
-        if self.visible is None:
-            return bias
-        if bias is not None:
-            return torch.where(self.visible, bias, -INFINITY)
-        return torch.zeros(self.visible.shape, dtype=dtype).masked_fill_(~self.visible, -INFINITY)
-
-    def operands(
-        self, k: Tensor, v: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The piece's keys and values, zero where no row sees them, and `added`."""
-        k, v, added = self.keys(k), self.keys(v), self.added(bias, k.dtype)
+        k, v, added, visible = self.keys(given.k), self.keys(given.v), given.bias, self.visible
+        if added is not None:
+            added = added if added.shape[2] == 1 else self.rows(added)
+            added = _readable(added if added.shape[3] == 1 else self.keys(added, dim=3), k.dtype)
+        if added is not None and visible is not None:
+            added = torch.where(visible, added, -INFINITY)
+        elif visible is not None:
+            added = torch.zeros(visible.shape, dtype=k.dtype).masked_fill_(~visible, -INFINITY)
         if added is None or added.numel() == 0 or added.amin() > -INFINITY:
             return k, v, added
         shown = added > -INFINITY
@@ -152,47 +144,47 @@ def _single_piece(mask: SegmentMask, BLOCK_M: int) -> Piece | None:
 _known_single_piece = memoised(1024)(_single_piece)  # of masks of rules, which hold no tensor
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dtype: torch.dtype,
-    mask: SegmentMask,
-    scale: float,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    BLOCK_M: int,
-) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, M, D) and lse (batch, heads, M), computed in `dtype`; inputs (batch,
-    heads, length, D), the bias (batch or 1, heads or 1, M or 1, N or 1), in any dtype.
-    """
-    q, k, v = (_readable(x, dtype) for x in (q, k, v))
-    whole = single_piece(mask, BLOCK_M)
+class NativeProblem(NamedTuple):
+    """One segment's attention; tensors in any dtype."""
+
+    q: Tensor  # (batch, heads, M, D)
+    k: Tensor  # (batch, kv_heads, N, D)
+    v: Tensor
+    bias: Tensor | None  # (batch or 1, heads or 1, M or 1, N or 1)
+    dtype: torch.dtype  # in which the kernel computes
+    mask: SegmentMask
+    scale: float
+    BLOCK_M: int
+
+
+def forward(given: NativeProblem, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out (batch, heads, M, D) and lse (batch, heads, M)."""
+    q, k, v = (_readable(x, given.dtype) for x in given[:3])
+    given = given._replace(q=q, k=k, v=v)
+    whole = single_piece(given.mask, given.BLOCK_M)
     if whole is not None:
-        out, lse = _piece_forward(whole, q, k, v, scale, bias)
+        out, lse = _piece_forward(whole, given)
     else:
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
         previous_row = -1
-        for piece in pieces(mask, BLOCK_M):
-            out_part, lse_part = _piece_forward(piece, q, k, v, scale, bias)
+        for piece in pieces(given.mask, given.BLOCK_M):
+            out_part, lse_part = _piece_forward(piece, given)
             if piece.m0 == previous_row:  # an earlier piece has other keys of these rows
                 out_part, lse_part = merge(piece.rows(out), piece.rows(lse), out_part, lse_part)
             piece.rows(out).copy_(out_part)
             piece.rows(lse).copy_(lse_part)
             previous_row = piece.m0
     if sink is not None:
-        out, lse = add_sink(out, lse, sink.to(dtype)[:, None])
+        out, lse = add_sink(out, lse, sink.to(q.dtype)[:, None])
     return out, lse
 
 
-def _piece_forward(
-    piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _piece_forward(piece: Piece, given: NativeProblem) -> tuple[Tensor, Tensor]:
     """out and lse of a piece."""
-    k, v, added = piece.operands(k, v, bias)
+    k, v, added = piece.operands(given)
     out, lse = operators.native_forward(
-        piece.rows(q), k, v, 0.0, piece.causal, attn_mask=added, scale=scale
+        piece.rows(given.q), k, v, 0.0, piece.causal, attn_mask=added, scale=given.scale
     )
     if added is not None:
         _hide_blind_rows(lse, added, piece.causal)
@@ -212,31 +204,13 @@ def _hide_blind_rows(lse: Tensor, added: Tensor, causal: bool) -> None:
     lse.masked_fill_(maybe_blind & ~visible.any(-1), -INFINITY)
 
 
-class NativeGradients(NamedTuple):
-    """Gradients of q, k, v: (batch, heads, length, D)."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dtype: torch.dtype,
-    mask: SegmentMask,
-    scale: float,
-    bias: Tensor | None,
-    BLOCK_M: int,
-) -> NativeGradients:
-    """Gradients from the whole rows' `out` and `lse`, computed in `dtype`; those of several kernel
-    calls are added up in the lse's dtype.
+def backward(given: NativeProblem, out: Tensor, lse: Tensor, dout: Tensor) -> TileGradients:
+    """Gradients from the whole rows' `out` and `lse`; those of several kernel calls are added up in
+    the lse's dtype.
     """
-    q, k, v, out, dout = (_readable(x, dtype) for x in (q, k, v, out, dout))
+    bias, dtype, mask, scale, BLOCK_M = given[3:]
+    q, k, v, out, dout = (_readable(x, dtype) for x in (*given[:3], out, dout))
+    given = given._replace(q=q, k=k, v=v)
     whole = single_piece(mask, BLOCK_M)
     group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
     assert bias is None or group == 1
@@ -244,13 +218,13 @@ def backward(
         # Rows that see no key have lse -inf, and exp(-inf - lse) would be NaN; with 0 it is 0.
         lse = lse.masked_fill(lse == -INFINITY, 0.0)
     if whole is not None and group == 1:
-        k, v, added = whole.operands(k, v, bias)
-        given = (dout, q, k, v, out, lse, 0.0, whole.causal)
-        return NativeGradients(*operators.native_backward(*given, attn_mask=added, scale=scale))
+        k, v, added = whole.operands(given)
+        results = (dout, q, k, v, out, lse, 0.0, whole.causal)
+        return TileGradients(*operators.native_backward(*results, attn_mask=added, scale=scale))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for piece, member in product(pieces(mask, BLOCK_M), range(group)):
         heads = slice(member, None, group)
-        piece_k, piece_v, added = piece.operands(k, v, bias)
+        piece_k, piece_v, added = piece.operands(given)
         dq_part, dk_part, dv_part = operators.native_backward(
             piece.rows(dout)[:, heads],
             piece.rows(q)[:, heads],
@@ -266,7 +240,7 @@ def backward(
         piece.rows(dq)[:, heads].add_(dq_part)
         piece.add_to_keys(dk, dk_part)
         piece.add_to_keys(dv, dv_part)
-    return NativeGradients(dq, dk, dv)
+    return TileGradients(dq, dk, dv)
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> Tensor:
