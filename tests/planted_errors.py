@@ -99,7 +99,7 @@ TRITON: list[Planted] = [
     Planted(
         "memo: values of their own, as if they were those of latents",
         "key_of",
-        "arguments[1].data_ptr() == arguments[2].data_ptr()",
+        "k.data_ptr() == v.data_ptr()",
         "True",
         "tests/test_memo.py -k view_of_the_keys",
     ),
@@ -465,8 +465,8 @@ TRITON: list[Planted] = [
     Planted(
         "triton: a repeated call that misses PyTorch's switch for TF32",
         "key_of",
-        "with_launches and allows_tf32(),",
-        "with_launches,",
+        "q.dtype is torch.float32 and allows_tf32(),",
+        "q.dtype is torch.float32,",
         "tests/test_tf32.py -k repeated",
     ),
 ]
