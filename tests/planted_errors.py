@@ -82,6 +82,14 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: column sums are those of the last tile of queries",
+        "add_column_sums",
+        "return sums + p",
+        "return p",
+        "tests/kernels/test_interpreter_statistics.py -k descriptors",
+        interpreted=True,
+    ),
+    Planted(
         "triton: column sums forget what rounding the log-sum-exp has lost",
         "add_column_sums",
         "exponent_factor(score, cfg), cfg, lost)",
@@ -506,6 +514,13 @@ HOPPER: list[Planted] = [
         "if wants_grad:",
         "if False:",
         "tests/hopper_kernels/test_compilation.py -k 'over_ranks and triton'",
+    ),
+    Planted(
+        "hopper: column sums of the diagonal are not masked",
+        "add_probabilities",
+        "(tile < queries.full_begin) | (tile >= queries.end)",
+        "tile >= queries.end",
+        "tests/hopper_kernels/test_column_sums_emulated.py -k causal",
     ),
     Planted(
         "hopper: keys after the last latent are values",

@@ -168,6 +168,18 @@ def test_tangents_wait_for_groups_of_wgmma(rule: str, head_dim: int):
     assert found.shared <= DEVICES["sm_90"].shared
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rule", ["none", "full", "window", "grouped heads", "packed"])
+def test_three_programs_of_column_sums_share_a_multiprocessor(rule: str, head_dim: int):
+    """What they spill, they spill where they mask."""
+    *_, launch = measuring_launches(*ruled(rule, head_dim), "sm_90")
+    found = report(launch)
+    assert not found.is_serialised
+    assert found.registers <= 168
+    assert found.shared + 1024 <= DEVICES["sm_90"].shared // 3
+    assert found.spilled <= (96 if head_dim == 128 else 0)
+
+
 @pytest.mark.parametrize("allows_tf32", [False, True], ids=["bf16x6", "tf32"])
 @pytest.mark.parametrize("rule", ["causal", "bias"])
 def test_tangents_in_float32_fit(rule: str, allows_tf32: bool):

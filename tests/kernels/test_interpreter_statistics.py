@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from flashtile.backends import triton as backend
+from flashtile.backends.triton import plan
 
 from .cases import make_call
 from .compare import converted
@@ -32,9 +33,9 @@ CASES = (
 )
 
 
-def measured(module: Any, operands: Operands, options: Options) -> tuple[Tensor, ...]:
-    """The largest scores, entropies and sums of columns."""
-    problem = AttentionProblem.of(operands, options)
+def measured(module: Any, operands: Operands, options: Options, **facts: Any) -> tuple[Tensor, ...]:
+    """The largest scores, entropies and sums of columns. `facts` are fields of the problem."""
+    problem = AttentionProblem.of(operands, options)._replace(**facts)
     column_sum = torch.zeros(column_shape(problem, operands), dtype=lse_dtype(operands.q.dtype))
     _, lse, *rows = module.forward(problem._replace(has_statistics=True), operands)
     module.column_sums(problem, operands, lse, column_sum)
@@ -66,6 +67,20 @@ def test_half_precision(seed: int) -> None:
     operands, options = make_call("causal", torch.float16, seed)
     truth = measured(cpu, converted(operands, torch.float64), options)
     for x, want in zip(measured(backend, operands, options), truth, strict=True):
+        torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["causal, full tiles", "window", "packed", "odd head dims", "block mask", "alibi"]
+)
+def test_through_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """With the tiles of Hopper."""
+    monkeypatch.setattr(plan, "DESCRIPTOR_WORK", 0)
+    plan.plan.cache_clear()
+    operands, options = make_call(name, torch.float16, seed)
+    truth = measured(cpu, converted(operands, torch.float64), options)
+    got = measured(backend, operands, options, capability=(9, 0))
+    for x, want in zip(got, truth, strict=True):
         torch.testing.assert_close(x.double(), want, rtol=1e-4, atol=1e-4)
 
 

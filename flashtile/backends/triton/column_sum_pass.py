@@ -23,7 +23,7 @@ from .tiles import (
     in_block_mask,
     key_row_of_batch,
     key_span,
-    load_rows,
+    load_tile,
     masked_tile,
     pivot_of_lse,
     query_span,
@@ -31,19 +31,29 @@ from .tiles import (
     seeing_rows,
     stats_start,
     tile_phases,
+    tile_source,
     visible_keys,
 )
 
 
 @triton.jit
+def load_lse(lse_ptr, stats, tile, M, BLOCK_M: tl.constexpr):
+    """The log-sum-exps of a tile of queries, (BLOCK_M,)."""
+    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return tl.load(lse_ptr + stats + offs_m, mask=offs_m < M, other=-float("inf"))
+
+
+@triton.jit
 def add_column_sums(
-    sums, q, q_base, k_tile, lse_ptr, lost_ptr, stats, b, h, m0, n0, start_q, M, N, positions,
+    sums, q, q_source, k_tile, lse, lost_ptr, stats, b, h, m0, n0, start_q, M, N, positions,
     lengths, mask, score, blocks, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """`sums` (BLOCK_N,) plus the probabilities of the queries of a tile."""
+    """`sums` (BLOCK_M, BLOCK_N) plus the probabilities of a tile of queries; `lse` (BLOCK_M,)."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     # (BLOCK_M, BLOCK_D)
-    q_tile = load_rows(q, q_base, m0, M, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT)
+    q_tile = load_tile(
+        q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
+    )
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, cfg.BLOCK_N)[None, :]
@@ -60,13 +70,12 @@ def add_column_sums(
             visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
         s = tl.where(visible, s, -float("inf"))
     # (BLOCK_M,)
-    lse = tl.load(lse_ptr + stats + offs_m, mask=offs_m < M, other=-float("inf"))
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
     lost = None
     if lost_ptr is not None:
         lost = tl.load(lost_ptr + stats + offs_m, mask=offs_m < M, other=0.0)[:, None]
     p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg, lost)
-    return sums + tl.sum(p, 0)
+    return sums + p
 
 
 @triton.jit(do_not_specialize=unspecialised("q", "k"))
@@ -100,15 +109,18 @@ def column_sum_kernel(
     if cfg.PAGE_SIZE > 0:
         k_source = k.ptr + kv_head.to(tl.int64) * k.head
     else:
-        k_source = rows_base(k, key_row_of_batch(lengths, b), start_k, kv_head)
+        k_base = rows_base(k, key_row_of_batch(lengths, b), start_k, kv_head)
+        k_source = tile_source(k, k_base, N, cfg, cfg.D, BLOCK_N, cfg.BLOCK_D)
     pages = page_list(lengths, b)
     # (BLOCK_N, BLOCK_D)
     k_tile = load_keys(
         k_source, k, pages, start_k, n0, N, lengths, cfg, True, cfg.D, BLOCK_N, cfg.BLOCK_D
     )
     q_base = rows_base(q, b, start_q, h)
+    q_source = tile_source(q, q_base, M, cfg, cfg.D, BLOCK_M, cfg.BLOCK_D)
     stats = stats_start(lengths, b, h, heads) + start_q
-    sums = tl.zeros([BLOCK_N], tl.float32)
+    # (BLOCK_M, BLOCK_N): each thread adds up its own, and reads no other thread's in the loop
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     last_key = tl.minimum(n0 + BLOCK_N, N) - 1
     first_start, first_stop = seeing_rows(n0, M, positions, mask, cfg)
@@ -118,20 +130,25 @@ def column_sum_kernel(
         BLOCK_M,
     )  # fmt: skip
     full_count = full_end - full_begin if HAS_FULL_TILES else 0
+    # Log-sum-exps are loaded a step ahead: a product would wait for those that it is followed by.
+    lse = load_lse(lse_ptr, stats, full_begin, M, BLOCK_M)
     for i in range(0, full_count):
+        tile = full_begin + i
+        next_lse = load_lse(lse_ptr, stats, tile + 1, M, BLOCK_M)
         sums = add_column_sums(
-            sums, q, q_base, k_tile, lse_ptr, lost_ptr, stats, b, h,
-            (full_begin + i) * BLOCK_M, n0, start_q, M, N, positions, lengths, mask, score, blocks,
-            False, cfg,
+            sums, q, q_source, k_tile, lse, lost_ptr, stats, b, h, tile * BLOCK_M, n0, start_q, M,
+            N, positions, lengths, mask, score, blocks, False, cfg,
         )  # fmt: skip
+        lse = next_lse
     for i in range(0, end - begin - full_count):
         if HAS_FULL_TILES:
             tile = masked_tile(i, begin, full_begin, full_end)
         else:
             tile = begin + i
+        lse = load_lse(lse_ptr, stats, tile, M, BLOCK_M)
         sums = add_column_sums(
-            sums, q, q_base, k_tile, lse_ptr, lost_ptr, stats, b, h, tile * BLOCK_M, n0,
-            start_q, M, N, positions, lengths, mask, score, blocks, True, cfg,
+            sums, q, q_source, k_tile, lse, lost_ptr, stats, b, h, tile * BLOCK_M, n0, start_q, M,
+            N, positions, lengths, mask, score, blocks, True, cfg,
         )  # fmt: skip
 
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -139,4 +156,4 @@ def column_sum_kernel(
         row = h.to(tl.int64) * total_k
     else:
         row = (b * heads + h).to(tl.int64) * lengths.N
-    tl.store(sums_ptr + row + start_k + offs_n, sums, mask=offs_n < N)
+    tl.store(sums_ptr + row + start_k + offs_n, tl.sum(sums, 0), mask=offs_n < N)

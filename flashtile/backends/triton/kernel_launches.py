@@ -500,11 +500,18 @@ def column_sum_launch(
 ) -> Launch:
     """Add up the probabilities of each key; `lost` is what rounding took from `lse`."""
     q, k = map(with_adjacent_elements, operands[:2])
-    kernel_plan = plan_with_functions(problem, has_aligned_rows(q, k)).scores
-    if problem.dtype != torch.float32 and problem.D <= 128:  # the fastest of eight tiles (H200)
-        config = kernel_plan.config
-        taller = replace(config, BLOCK_M=2 * config.BLOCK_M)
-        kernel_plan = KernelPlan(taller, warps=4, stages=2)
+    planned, registers = plan_with_functions(problem, has_aligned_rows(q, k)), None
+    config, warps, stages = planned.scores
+    if problem.dtype != torch.float32 and problem.D <= 128:
+        warps, stages = 4, 2
+        if planned.queries.config.HAS_WGMMA:
+            # Each thread keeps its sums. Several programs share a multiprocessor: one multiplies
+            # while others compute exponentials.
+            config = replace(config, BLOCK_M=64, BLOCK_N=64, HAS_DESCRIPTORS=True)
+            stages = 3
+            if config.BLOCK_D > 64 and not (problem.has_own_mask or problem.options.score_mod):
+                # Twice the keys, because every program reads all queries.
+                config, stages, registers = replace(config, BLOCK_N=128), 2, 168
     common = common_of(problem, operands)
     arguments = {
         **row_arguments(q=q, k=k),
@@ -513,8 +520,9 @@ def column_sum_launch(
         "lse_ptr": lse,
         "lost_ptr": lost,
     }
-    grid = (-(-problem.N // kernel_plan.config.BLOCK_N), problem.B * problem.Hq)
-    return _planned(column_sum_kernel, grid, arguments, kernel_plan)
+    grid = (-(-problem.N // config.BLOCK_N), problem.B * problem.Hq)
+    kernel_plan = KernelPlan(config, warps, stages)
+    return _planned(column_sum_kernel, grid, arguments, kernel_plan)._replace(registers=registers)
 
 
 # Score functions as functions of Triton, made from their programs.
