@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "trees",
         nargs="+",
-        type=_tree,
+        type=tree_of,
         metavar="NAME=DIR?VARIABLE=VALUE",
         help="folder with a version of flashtile, environment of its process (default: as here)",
     )
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tree(text: str) -> Tree:
+def tree_of(text: str) -> Tree:
     try:
         return Tree.parse(text)
     except ValueError as error:
@@ -181,7 +181,7 @@ def _write(
     args: argparse.Namespace, argv: Sequence[str], comparisons: Sequence[Comparison], pool: Pool
 ) -> None:
     """All that is known so far, as rows with the columns of `python -m benchmarks` and more."""
-    command = shlex.join(["python", "-m", "benchmarks.compare_trees", *map(_without_folders, argv)])
+    command = shlex.join(["python", "-m", "benchmarks.compare_trees", *map(without_folders, argv)])
     here = provenance("cpu", command)
     added = ["clock", "tree", "variables", "rounds", "ratio", "ratio_p20", "ratio_p80"]
     added += ["bit_equal", "difference", "worst_row"]
@@ -191,7 +191,7 @@ def _write(
             outcome = comparison.outcomes[tree.name]
             ratio = ratios(comparison.base, outcome) or [None] * 3
             apart = difference(comparison.base, outcome) or [None] * 3
-            variables = _without_folders(tree.variables)
+            variables = without_folders(tree.variables)
             found = [comparison.job.clock, tree.name, variables, len(outcome.rounds)]
             values = ["" if x is None else x for x in (*found, *ratio, *apart)]
             origin = pool.origins[tree.name] or dict.fromkeys(here, "")
@@ -199,10 +199,10 @@ def _write(
             append_csv(args.csv, [outcome.row(comparison.job)], columns)
 
 
-def _without_folders(argument: str) -> str:
+def without_folders(argument: str) -> str:
     """An argument as it is recorded: of an absolute path only the name, since the folder is local.
 
-    >>> _without_folders("base=/anywhere/base?DELAY=4&TRITON_CACHE_DIR=/tmp/a")
+    >>> without_folders("base=/anywhere/base?DELAY=4&TRITON_CACHE_DIR=/tmp/a")
     'base=base?DELAY=4&TRITON_CACHE_DIR=a'
     """
     return re.sub(r"(^|=)/([^?&]*/)?", r"\1", argument)

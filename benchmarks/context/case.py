@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -68,20 +68,25 @@ def prepared_peer(case: ContextCase, name: str, direction: str, team: Team) -> A
         RuntimeError: the peer cannot run the case.
     """
     lengths = case.lengths(dist.get_world_size())
-    peers, reasons = _prepared(case, lengths, _whole(case, lengths, team), team)
+    peers, reasons = _prepared(case, lengths, _whole(case, lengths, team), team, [name])
     if name in reasons:
         raise RuntimeError(f"{name}: {reasons[name]}")
     return _pass(peers[name], direction)
 
 
 def _prepared(
-    case: ContextCase, lengths: list[int], whole: Data, team: Team
+    case: ContextCase,
+    lengths: list[int],
+    whole: Data,
+    team: Team,
+    names: Sequence[str] = (ALONE, *PEERS),
 ) -> tuple[dict[str, Running], dict[str, str]]:
     """The peers that find the right result, and why the others do not. This compiles kernels."""
     peers: dict[str, Running] = {}
     reasons: dict[str, str] = {}
     makers = {ALONE: lambda case, lengths: Ready(alone(case, lengths), None), **PEERS}
-    for name, make in makers.items():
+    for name in names:
+        make = makers[name]
 
         def prepare(name: str = name, make: Any = make) -> None:
             ready = make(case, lengths)

@@ -128,8 +128,8 @@ def _flashtile(parallel: ContextParallel, case: ContextCase, lengths: list[int])
         for heads in (case.heads_q, case.heads_kv)
     )
     plan = parallel.explain(layout, q, k, k, **case.options)
-    strategy = next(line for line in plan.splitlines() if line.startswith("strategy: "))
-    return Ready(call, layout, strategy.split(": ")[1])
+    _, _, strategy = plan.partition("strategy: ")  # "" of versions that name it differently
+    return Ready(call, layout, strategy.partition(": ")[0])
 
 
 def _zigzag(case: ContextCase) -> Layout:

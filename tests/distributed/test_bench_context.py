@@ -9,7 +9,8 @@ import processes
 import pytest
 import torch
 
-from benchmarks.context import plot, run
+import flashtile
+from benchmarks.context import compare_trees, plot, run
 from benchmarks.context.cases import cases
 from benchmarks.context.rows import ContextRow, read, write
 from benchmarks.context.truth import exact
@@ -77,3 +78,17 @@ def test_files(tmp_path: Path) -> None:
     assert lines[1]["skipped"] == "no"
     assert lines[0]["device"] == "a machine"
     assert plot.draw(path, tmp_path / "context.png").stat().st_size > 1000
+
+
+def test_a_tree_is_measured_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, out = Path(flashtile.__file__).parents[1], tmp_path / "compared.csv"
+    flags = ["--cases", "1", "--rounds", "1", "--csv", str(out)]
+    assert compare_trees.main([f"base={here}", *flags]) == 0
+    rows = read(out)
+    assert [(row["peer"], row["direction"]) for row in rows] == [
+        ("base", "forward"),
+        ("base", "both"),
+    ]
+    assert all(float(row["steady_ms"]) > 0 for row in rows)
+    assert str(here) not in out.read_text()
+    assert "1     forward" in capsys.readouterr().out
