@@ -100,7 +100,7 @@ test-emulated:  ## all emulated tests of the Hopper kernels (17 minutes on two c
 
 # A kernel with a line in the file, for the same source and release of Triton, is not compiled again.
 PARTS := $(abspath $(VENV)/compiled)
-compiled: $(VENV)/.dev  ## compile all kernels of the tests and write tests/compiled_kernels.txt
+compiled: $(VENV)/.dev  ## compile the kernels that tests/compiled_kernels.txt lacks, and write it
 	rm -rf $(PARTS) && mkdir $(PARTS)
 	FLASHTILE_COMPILED=$(PARTS) $(MAKE) count-triton-$(OLDEST) compile-triton-$(NEWEST)
 	LC_ALL=C sort -u $(PARTS)/* > tests/compiled_kernels.txt

@@ -3,7 +3,8 @@
 A kernel takes seconds to compile. So `compiled_kernels.txt` keeps a line for each one that the
 tests compile: Triton's release, the device, the kernel, a key and a report. The key is a hash of
 everything that changes what is compiled: a kernel whose key has a line is not compiled again. One
-in `CHECKED` compiles always and must equal its line. `make compiled` writes the file anew.
+in `CHECKED` compiles always and must equal its line. `make compiled` writes the lines that are used
+and compiles what has none; without the file it compiles all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tokenize
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -34,7 +36,7 @@ from flashtile.gpu.launch import Launch, precompute_key
 
 CHECKED = 40  # in the whole file, about a dozen
 FILE = Path(__file__).with_suffix(".txt")
-# Where each process writes its lines of a new file, in which case it reads no old ones.
+# Where each process writes the lines of a new file.
 PARTS = os.environ.get("FLASHTILE_COMPILED")
 
 
@@ -131,10 +133,14 @@ def report(launch: Launch, device: str = "sm_90") -> Report:
     line = _lines.get(name)
     if line is None or int(name, 16) % CHECKED == 0:
         made = _as_json(_compiled(launch, device))
-        if line is None:
-            _keep(launch, device, name, made)
-        assert line in (None, made), f"{FILE.name} says {line} of {name}: run `make compiled`"
-        line = made
+        wrong = f"{FILE.name} says {line} of {name}: delete the file and run `make compiled`"
+        assert line in (None, made), wrong
+        if line is None and PARTS is None and not FULL:
+            text = f"kernels that {FILE.name} does not have: run `make compiled`"
+            warnings.warn(text, stacklevel=1)
+        _lines[name] = line = made
+    if PARTS is not None:
+        _write(f"{triton.__version__} {device} {launch.kernel.__name__} {name} {line}")
     facts = json.loads(line)
     facts["blocks"] = [Block(*block) for block in facts.get("blocks", ())]
     return Report(**facts)
@@ -153,7 +159,7 @@ def key(launch: Launch, device: str = "sm_90") -> str:
 
 def _known_lines() -> dict[str, str]:
     """The reports of the file by key."""
-    if PARTS is not None:
+    if not FILE.is_file():
         return {}
     split = (line.split(" ", 4) for line in FILE.read_text(encoding="utf-8").splitlines())
     return {name: report for *_, name, report in split}
@@ -167,15 +173,11 @@ def _as_json(made: Report) -> str:
     return json.dumps(facts, separators=(",", ":"))
 
 
-def _keep(launch: Launch, device: str, name: str, made: str) -> None:
-    """Remember a kernel that the file does not have."""
-    _lines[name] = made
-    if PARTS is not None:
-        line = f"{triton.__version__} {device} {launch.kernel.__name__} {name} {made}\n"
-        with open(Path(PARTS) / str(os.getpid()), "a", encoding="utf-8") as part:
-            part.write(line)
-    elif not FULL:
-        warnings.warn(f"kernels that {FILE.name} does not have: run `make compiled`", stacklevel=1)
+@cache
+def _write(line: str) -> None:
+    """Add a line to the new file, once in each process."""
+    with open(Path(str(PARTS)) / str(os.getpid()), "a", encoding="utf-8") as part:
+        part.write(line + "\n")
 
 
 def _specialized(launch: Launch, device: str) -> tuple[ASTSource, dict[str, Any]]:

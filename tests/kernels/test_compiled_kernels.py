@@ -36,8 +36,9 @@ def some_kernel(x_ptr, n, C: tl.constexpr):
 
 
 @pytest.fixture
-def launch_of(tmp_path: Path) -> Any:
-    """A launch of the kernel of a module that was written differently."""
+def launch_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A launch of the kernel of a module that was written differently. No file gets its lines."""
+    monkeypatch.setattr(compiled_kernels, "PARTS", None)
 
     def make(
         old: str = "",
