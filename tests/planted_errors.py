@@ -860,6 +860,13 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_head_dims -k 64",
     ),
     Planted(
+        "hopper: a piece of dQ over one that has not left",
+        "stage_piece",
+        "tma.store_wait(1)",
+        "tma.store_wait(2)",
+        "tests/hopper_kernels/test_backward_emulated.py::test_tiles_of_128_keys",
+    ),
+    Planted(
         "hopper: order of additions to the last block",
         "acquire_semaphore",
         "m < work.before",

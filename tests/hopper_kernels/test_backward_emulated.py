@@ -383,6 +383,18 @@ def test_packed_parts(parts: int, used: bool, head_dim: int):
     packed(4, used, head_dim, parts, causal=parts == 2, deterministic=not used)
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "option", "parts"),
+    pairwise([(192, 128), (168, 64)], ["full", "causal", "causal window"], [1, 3]),
+)
+def test_tiles_of_128_keys(head_dims: tuple[int, int], option: str, parts: int):
+    """With 192 columns: an odd number of steps and of halves of tiles, parts that are empty."""
+    given = OPTIONS.get(option, {"causal": option == "causal"})
+    sizes = {"M": 330, "N": 330, "D": head_dims[0], "Dv": head_dims[1], "Hq": 3, "Hk": 1}
+    dense(parts, sizes=sizes, parts=parts, **given)
+    dense(parts, sizes=sizes | {"M": 66, "N": 190, "Hq": 1}, parts=parts)
+
+
 BLOCK_MASKS: list[tuple[int, tuple[int, int], dict[str, Any]]] = [
     (128, (128, 128), {}),
     (128, (256, 128), {"causal": True}),

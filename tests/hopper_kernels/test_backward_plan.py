@@ -119,6 +119,20 @@ def test_keys_and_values_in_registers(D: int, in_registers: tuple[bool, bool]):
     assert in_registers == (config.HAS_K_IN_REGISTERS, config.HAS_V_IN_REGISTERS)
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "given", "is_wide"),
+    [
+        ((192, 128), {"causal": True}, True), ((168, 64), {"window_size": (100, 0)}, True),
+        ((192, 136), {}, False), ((160, 128), {}, False), ((256, 128), {}, False),
+        ((192, 128), {"softcap": 20.0}, False), ((192, 128), {"deterministic": True}, False),
+        ((192, 128), {"mask": SPANS}, False), ((192, 128), {"dropout_p": 0.1}, False),
+    ],
+)  # fmt: skip
+def test_tiles_of_128_keys(head_dims: tuple[int, int], given: dict[str, Any], is_wide: bool):
+    config = backward_plan(problem(*head_dims, **given))
+    assert is_wide == (config.IS_SPLIT and config.BLOCK_N == 128)
+
+
 TABLE = torch.zeros(1, 9)
 
 

@@ -660,6 +660,16 @@ def pieces_of(rows, columns, tail):
 
 
 @gluon.jit
+def part_start(COLUMNS: gl.constexpr, ptr, work, sizes, at, cfg: gl.constexpr):
+    """Where a program's part of dK or dV begins, with COLUMNS columns in all."""
+    SIZE: gl.constexpr = cfg.BLOCK_N * COLUMNS
+    tiles = blocks_before(sizes.B, sizes.total_k, sizes.N, at.cu_seqlens_k, cfg.BLOCK_N)
+    before = blocks_before(work.b, work.start_k, sizes.N, at.cu_seqlens_k, cfg.BLOCK_N)
+    tile = (work.kv_head * tiles + before + work.n).to(gl.int64)
+    return ptr + (tile * sizes.parts + work.part) * SIZE
+
+
+@gluon.jit
 def store_part(
     ME: gl.constexpr, x, tail, TAIL: gl.constexpr, ptr, work, sizes, at, cfg: gl.constexpr
 ):  # fmt: skip
@@ -667,11 +677,7 @@ def store_part(
     TAIL columns.
     """
     COLUMNS: gl.constexpr = x.shape[1]
-    SIZE: gl.constexpr = cfg.BLOCK_N * (COLUMNS + TAIL)
-    tiles = blocks_before(sizes.B, sizes.total_k, sizes.N, at.cu_seqlens_k, cfg.BLOCK_N)
-    before = blocks_before(work.b, work.start_k, sizes.N, at.cu_seqlens_k, cfg.BLOCK_N)
-    tile = (work.kv_head * tiles + before + work.n).to(gl.int64)
-    start = ptr + (tile * sizes.parts + work.part) * SIZE
+    start = part_start(COLUMNS + TAIL, ptr, work, sizes, at, cfg)
     store_pieces(x, start + ME * (CONSUMER_ROWS * COLUMNS))
     if TAIL > 0:
         start += cfg.BLOCK_N * COLUMNS

@@ -36,6 +36,10 @@ step.
 | ds full | key consumer; P of the step was read | value consumer | step |
 | staging full, one for a writer | a consumer: one of its parts of dQ | this writer | its parts |
 | staging empty | the writer of the step | the consumer | parts so far |
+| above, 128 keys: | | | |
+| p full, one for each half | value consumer; dS^T of the last step was read | key consumer | step |
+| ds full | key consumer; P of the step was read | value consumer | step |
+| FIRST_BARRIER | both, after the last products: dK and dV take slots of Q and dO | both | once |
 
 The kernels before and after this one are in `dq.py`. The first and the last, which adds parts, are
 ordinary launches: each starts after everything before it. This kernel and the one that rounds dQ
@@ -88,6 +92,7 @@ from .schedule import (
     put_no_work,
     visited_block,
 )
+from .wide import is_wide, make_halves, make_pieces, wide_key_consumer, wide_value_consumer
 
 
 class Channels(NamedTuple):
@@ -208,7 +213,11 @@ def make_channels(inputs, workspace, cfg: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     OF_KEYS: gl.constexpr = 2 if cfg.IS_PERSISTENT else 1  # otherwise they are never released
     ds = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
-    if cfg.IS_SPLIT:
+    if is_wide(cfg):
+        p = make_halves(gl.allocate_shared_memory(dtype, SCORES, LAYOUT))
+        ds = make_handover(ds)
+        staging = make_pieces(workspace)
+    elif cfg.IS_SPLIT:
         p = gl.allocate_shared_memory(dtype, SCORES, LAYOUT)
         p, ds = make_handover(p), make_handover(ds)
         staging = make_split_staging(workspace, cfg)
@@ -365,6 +374,11 @@ def backward_kernel(
     WRITERS: gl.constexpr = 0 if cfg.IS_SPLIT and not cfg.IS_ORDERED else cfg.WRITERS
     run_roles(
         [
+            (wide_value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+            (wide_key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
+        ]
+        if is_wide(cfg)
+        else [
             (value_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
             (key_consumer, (outputs, channels, tile, sizes, at, mask, score, cfg)),
         ]

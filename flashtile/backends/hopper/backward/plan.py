@@ -38,8 +38,8 @@ class BackwardTile(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether it has fewer queries than keys."""
-        return self.BLOCK_M < self.BLOCK_N
+        """Whether a consumer has more keys than queries."""
+        return self.BLOCK_M < self.BLOCK_N and not self.is_split
 
 
 # The tile by its number of columns, some of which may be a tail: see `HEAD_DIMS`. Two accumulators
@@ -55,6 +55,9 @@ TILES = {
     192: BackwardTile(64, 64, 2, 2, True),
     256: BackwardTile(64, 64, 2, 1, True),
 }
+
+# Instead of that of 192 columns, with values of at most 128: see `is_wide`.
+WIDE = BackwardTile(64, 128, 2, 2, True)
 
 # Instead of that of 64 columns, which leaves no registers for the derivative of softcap, for a
 # score function or for dropout.
@@ -273,7 +276,22 @@ def tile_of(problem: AttentionProblem) -> BackwardTile:
     columns, options = padded_columns(problem), problem.options
     is_full = options.softcap > 0 or options.dropout_p > 0 or reads_each(options.score_mod)
     is_full = is_full or by_score(options.score_mod_gradient) not in ("", UNCHANGED)
+    if is_wide(problem):
+        return WIDE
     return FEWER_QUERIES if columns == 64 and is_full else TILES[columns]
+
+
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether tiles have 128 keys although one consumer has the values and one the keys: if their
+    sums fit the registers, and in dense calls whose scores need no more than the mask.
+    """
+    options, columns = problem.options, padded_columns(problem)
+    is_other = bool(options.score_mod) or options.softcap > 0 or problem.has_alibi
+    is_other = is_other or options.dropout_p > 0 or options.deterministic or has_lists(problem)
+    is_other = is_other or problem.layout != "dense" or problem.runs > 0 or problem.is_partial
+    if is_other or problem.has_hidden_keys or problem.has_dead_rows:
+        return False
+    return columns == 192 and problem.Dv <= 128
 
 
 def value_columns(problem: AttentionProblem) -> int:
@@ -406,6 +424,7 @@ def describe_backward(problem: AttentionProblem) -> str:
 # Of a step with so many columns, on an H200: measured at 64, 80, 128, 144 and 160, else from the
 # predicted speed. With fewer queries than keys, 64 columns take at most the time of 80.
 STEP_US = {64: 2.6, 80: 1.7, 96: 1.8, 128: 2.3, 144: 1.7, 160: 1.9, 192: 2.2, 256: 2.8}
+WIDE_STEP_US = 3.1  # with 128 keys above 128 columns
 PROGRAM_US = 5.0  # of a program, without its steps
 KERNEL_US = 5.0  # of the kernel that adds the parts, without its memory traffic
 
@@ -504,6 +523,8 @@ class Model:
     def __init__(self, problem: AttentionProblem, keys: int, gpu: Gpu) -> None:
         self.problem, self.gpu, self.columns = problem, gpu, padded_columns(problem)
         self.step_us = STEP_US[max(self.columns, 80) if tile_of(problem).is_flat else self.columns]
+        if is_wide(problem):
+            self.step_us = WIDE_STEP_US
         self.loops = [
             Loops(count * problem.Hk, tile_lengths(problem, -(-problem.M * N // problem.N), N))
             for N, count in sequences_of(problem, keys)
