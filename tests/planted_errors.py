@@ -66,6 +66,14 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: dK and dV of a listed key are those of its last query",
+        "add_rows",
+        'tl.atomic_add(pointers, tl.trans(tile), mask=inside, sem="relaxed")',
+        "tl.store(pointers, tl.trans(tile), mask=inside)",
+        "tests/kernels/test_interpreter_listed.py -k keys",
+        interpreted=True,
+    ),
+    Planted(
         "triton: lists of packed queries are those of the first sequence",
         "queries_of_runs",
         "(sequence * heads +",

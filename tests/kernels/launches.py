@@ -16,7 +16,6 @@ from flashtile.backends.triton.kernel_launches import (
     tangent_launches,
 )
 from flashtile.backends.triton.launch import backward_buffers, forward_buffers
-from flashtile.backends.triton.listed_keys import queries_of_runs
 from flashtile.backends.triton.support import unsupported_reasons
 from flashtile.gpu.launch import Launch
 from flashtile.ops.append.kernel import Appended, RotaryOptions, append_launch
@@ -39,9 +38,8 @@ def launches(
         gradients = backward_buffers(problem, operands, operands.k.dtype)
         dout = torch.empty_like(out)
         if problem.has_key_index:
-            entries = queries_of_runs(problem, operands)
             results = (out, lse, dout, None)
-            return found + listed_backward_launches(problem, operands, results, entries, gradients)
+            return found + listed_backward_launches(problem, operands, results, gradients)
         given = (*operands, out, lse, dout, None)
         found += backward_launches(problem, given, gradients)
     return found

@@ -83,9 +83,12 @@ CASES: dict[str, Make] = {
     one_kind_each(CASES, (torch.float32, torch.float16)),
     ids=lambda x: str(x).removeprefix("torch."),
 )
-def test_forward_and_backward(name: str, dtype: torch.dtype, seed: int):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_forward_and_backward(name: str, deterministic: bool, dtype: torch.dtype, seed: int):
     torch.manual_seed(seed)
-    assert_call(backend, CASES[name](generator(seed), dtype), dtype, seed)
+    operands, options = CASES[name](generator(seed), dtype)
+    options = options._replace(deterministic=deterministic)
+    assert_call(backend, (operands, options), dtype, seed)
 
 
 def test_what_is_hidden_may_hold_nan(seed: int):

@@ -31,10 +31,10 @@ from .column_sum_pass import column_sum_kernel
 from .forward_pass import forward_kernel, merge_in_order_kernel
 from .forward_tangent import forward_tangent_kernel
 from .listed_keys import (
-    QueriesOfRuns,
     listed_forward_kernel,
     listed_key_gradient_kernel,
     listed_query_gradient_kernel,
+    queries_of_runs,
 )
 from .masks import list_tiles_kernel
 from .plan import KernelConfig, KernelPlan, Plan, listed_plan, plan
@@ -212,7 +212,7 @@ def listed_forward_launch(
 ) -> Launch:
     """The forward over a list of keys for each query."""
     q, k, v = map(with_adjacent_elements, operands[:3])
-    kernel_plan = listed_plan(problem, has_aligned_rows(q, k, v)).queries
+    kernel_plan = listed_plan(problem, has_aligned_rows(q, k, v)).forward
     arguments = {
         **row_arguments(q=q, k=k, v=v, out=out),
         "lse_ptr": lse,
@@ -225,35 +225,39 @@ def listed_backward_launches(
     problem: AttentionProblem,
     operands: Operands,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    entries: QueriesOfRuns,
     made: BackwardBuffers,
 ) -> list[Launch]:
-    """The backward over a list of keys for each query; `results`: out, lse, dout and dlse."""
+    """The backward over a list of keys for each query, whose entries PyTorch sorts by key if
+    dK and dV have a kernel of their own. `results`: out, lse, dout and dlse.
+    """
     out, lse, dout, dlse = results
     q, k, v = map(with_adjacent_elements, operands[:3])
     out, dout = with_aligned_rows(out), with_aligned_rows(dout)
     planned = listed_plan(problem, has_aligned_rows(q, k, v))
-    delta = delta_launch(problem, out, lse, dout, dlse, made, planned.queries)
+    launches = [delta_launch(problem, out, lse, dout, dlse, made, planned.queries)]
     shared = {
-        **row_arguments(q=q, k=k, v=v, dout=dout),
+        **row_arguments(q=q, k=k, v=v, dout=dout, dk=made.dk, dv=made.dv),
         "pivot_ptr": made.pivot,
         "delta_ptr": made.delta,
     }
     arguments = shared | row_arguments(dq=made.dq)
+    arguments["HAS_KEY_GRADIENTS"] = planned.keys is None
     kernel = listed_query_gradient_kernel
-    queries = _listed_launch(kernel, problem, operands, arguments, planned.queries)
+    launches.append(_listed_launch(kernel, problem, operands, arguments, planned.queries))
+    if planned.keys is None:
+        return launches
     assert operands.key_index is not None
+    entries = queries_of_runs(problem, operands)
     arguments = {
         **shared,
-        **row_arguments(dk=made.dk, dv=made.dv),
         **dict(zip(("rows_ptr", "runs_ptr", "starts_ptr"), entries, strict=True)),
         "list_heads": operands.key_index.shape[2],
         **_scores_of(common_of(problem, operands)),
         "RUN": problem.options.key_run,
     }
     programs = -(-problem.N // planned.keys.config.BLOCK_N) * problem.B * problem.Hk
-    keys = _planned(listed_key_gradient_kernel, (programs,), arguments, planned.keys)
-    return [delta, queries, keys]
+    launches.append(_planned(listed_key_gradient_kernel, (programs,), arguments, planned.keys))
+    return launches
 
 
 def _listed_launch(

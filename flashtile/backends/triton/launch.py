@@ -35,8 +35,7 @@ from .kernel_launches import (
     probabilities_launch,
     tangent_launches,
 )
-from .listed_keys import queries_of_runs
-from .plan import has_large_scores, is_short, plan, splits_of
+from .plan import adds_to_listed_keys, has_large_scores, is_short, plan, splits_of
 from .score_gradients import gradients_of
 
 PASS, BACKWARD = "triton forward", "triton backward"
@@ -103,7 +102,9 @@ def backward(
     dlse: Tensor | None,
     add_to: Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a problem; every one is summed in float32 in one fixed order."""
+    """Gradients of a problem, summed in float32: in one fixed order, but those of captured numbers
+    and of `adds_to_listed_keys`.
+    """
     if operands.page_table is not None or operands.cache_batch_idx is not None:
         return _backward_of_cache(problem, operands, out, lse, dout, dlse)
     if problem.has_key_index:
@@ -375,6 +376,8 @@ def _backward_allocators(
     new = zeros if has_gaps or 0 in (problem.M, problem.N) else empty
     is_added = problem.is_partial and not problem.has_whole_queries
     new_dq = zeros(q.shape, torch.float32) if is_added else new(q.shape, q.dtype)
+    if problem.has_key_index and adds_to_listed_keys(problem):
+        new, key_dtype = zeros, torch.float32
     found = {
         "dq": new_dq if dq is None else lambda: dq,
         "dk": new(k.shape, key_dtype),
@@ -404,13 +407,13 @@ def _backward_of_lists(
     operands: Operands,
     results: tuple[Tensor, Tensor, Tensor, Tensor | None],
 ) -> Gradients:
-    """The backward over lists of keys, whose entries PyTorch sorts by key. `results`: out, lse,
-    dout and dlse.
-    """
+    """The backward over lists of keys. `results`: out, lse, dout and dlse."""
+    dtype = operands.k.dtype
     with torch.cuda.device_of(operands.q):
-        made = backward_buffers(problem, operands, operands.k.dtype)
-        entries = queries_of_runs(problem, operands)
-    run(listed_backward_launches(problem, operands, results, entries, made), operands.q)
+        made = backward_buffers(problem, operands, dtype)
+        launches = listed_backward_launches(problem, operands, results, made)
+    run(launches, operands.q)
+    made = made._replace(dk=made.dk.to(dtype), dv=made.dv.to(dtype))
     return _gradients(problem, operands, results[1], made)
 
 

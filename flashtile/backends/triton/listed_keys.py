@@ -1,9 +1,12 @@
 """Attention over a list of keys for each query: `Operands.key_index`.
 
 A list stands for runs of `RUN` adjacent keys: blocks (NSA) or single keys (DSA). Tiles have the
-query heads of one query as rows, because they share its list, and gather the keys. dK and dV of a
-tile of keys need the queries that list them: `queries_of_runs` sorts all entries by run, so that
-each sum has one program and a fixed order, without atomics.
+query heads of one query as rows, because they share its list, and gather the keys.
+
+A tile of keys would need the queries that list them for dK and dV, and adjacent single keys share
+few. So the kernel of dQ adds the part of its query to dK and dV, with atomics and in float32
+(`plan.adds_to_listed_keys`). Long runs, and sums in a fixed order, have a program for each tile of
+keys: `queries_of_runs` sorts all entries by run.
 """
 
 from __future__ import annotations
@@ -99,6 +102,20 @@ def gather(x, base, keys, visible, cfg: tl.constexpr, DIM: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def add_rows(
+    x, base, keys, visible, tile, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Add `tile` (BLOCK_DIM, BLOCK_N) to the rows `keys` where they are `visible`, in any order."""
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    # (BLOCK_N, BLOCK_DIM)
+    pointers = base + keys.to(tl.int64)[:, None] * x.row + dims
+    pointers = tl.multiple_of(pointers, [1, ALIGNMENT])
+    inside = visible[:, None] & (dims < DIM)
+    tl.atomic_add(pointers, tl.trans(tile), mask=inside, sem="relaxed")
+
+
+@triton.jit
 def store_heads(
     x, rows, tile, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr
 ):  # fmt: skip
@@ -188,20 +205,26 @@ def listed_forward_kernel(
     store_heads(out, out_rows, acc, is_head, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
 
 
-@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "dout", "dq"), *LISTS])
+@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "dout", "dq", "dk", "dv"), *LISTS])
 def listed_query_gradient_kernel(
     q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, pivot_ptr,
-    delta_ptr, index_ptr, index_batch, index_row, index_head, top, at, score_data, bias, B, M, N,
-    total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
-    RUN: tl.constexpr, cfg: tl.constexpr,
+    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, dk_ptr, dk_batch,
+    dk_row, dk_head, dv_ptr, dv_batch, dv_row, dv_head, pivot_ptr, delta_ptr, index_ptr,
+    index_batch, index_row, index_head, top, at, score_data, bias, B, M, N, total_q, total_k,
+    page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
+    RUN: tl.constexpr, HAS_KEY_GRADIENTS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query and the heads of one key head."""
+    """dQ of one query and the heads of one key head.
+
+    HAS_KEY_GRADIENTS: also add the query's part of dK and dV to what they hold, float32.
+    """
     q = HeadRows(q_ptr, q_batch, q_row, q_head)
     k = HeadRows(k_ptr, k_batch, k_row, k_head)
     v = HeadRows(v_ptr, v_batch, v_row, v_head)
     dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     dq = HeadRows(dq_ptr, dq_batch, dq_row, dq_head)
+    dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
+    dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
     lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
     mask = Mask(left, right, chunk, None)
     score = Score(score_data, bias)
@@ -220,16 +243,16 @@ def listed_query_gradient_kernel(
     h = (kv_head * cfg.GROUP + member)[:, None]
     # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
     q_rows = rows_base(q, b, start_q + m, h)
-    q_operand = operand(load_columns(q_rows, is_head, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT), cfg)
+    q_tile = load_columns(q_rows, is_head, 0, cfg.D, BLOCK_D, cfg.ALIGNMENT)
     do_rows = rows_base(dout, b, start_q + m, h)
-    do_operand = operand(
-        load_columns(do_rows, is_head, 0, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT), cfg
-    )
+    do_tile = load_columns(do_rows, is_head, 0, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
+    q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
     stats = stats_of(pivot_ptr, delta_ptr, start_q + m, is_head, b, h, heads, lengths)
     start, stop = visible_keys(m, N, positions, mask, cfg)
     entries = index_ptr + b.to(tl.int64) * index_batch + (start_q + m).to(tl.int64) * index_row
     entries += kv_head.to(tl.int64) * index_head
     k_base, v_base = rows_base(k, b, start_k, kv_head), rows_base(v, b, start_k, kv_head)
+    dk_base, dv_base = rows_base(dk, b, start_k, kv_head), rows_base(dv, b, start_k, kv_head)
     # (BLOCK_M, BLOCK_D)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in range(0, top * RUN, BLOCK_N):
@@ -244,11 +267,23 @@ def listed_query_gradient_kernel(
         qk = product(q_operand, k_operand, cfg)
         # (BLOCK_M, BLOCK_DV) @ (BLOCK_DV, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         dp = product(do_operand, operand(v_tile, cfg), cfg, 0.5 * stats.delta)
-        ds = score_gradient(
+        p, ds = score_gradient(
             qk, dp, stats, m, keys[None, :], visible[None, :], M, positions, b, h, score, cfg
-        )[1]
+        )
+        ds_operand = operand(ds.to(k_tile.dtype), cfg)
         # (BLOCK_M, BLOCK_N) @ (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
-        dq_acc = add_product(dq_acc, operand(ds.to(k_tile.dtype), cfg), k_operand, cfg)
+        dq_acc = add_product(dq_acc, ds_operand, k_operand, cfg)
+        if HAS_KEY_GRADIENTS:  # transposed: head dims fill the rows of a product, heads may not
+            # (BLOCK_DV, BLOCK_M) @ (BLOCK_M, BLOCK_N) -> (BLOCK_DV, BLOCK_N)
+            dv_tile = tl.zeros([BLOCK_DV, BLOCK_N], tl.float32)
+            p_operand = operand(p.to(v_tile.dtype), cfg)
+            dv_tile = add_product(dv_tile, operand(tl.trans(do_tile), cfg), p_operand, cfg)
+            add_rows(dv, dv_base, keys, visible, dv_tile, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
+            # (BLOCK_D, BLOCK_M) @ (BLOCK_M, BLOCK_N) -> (BLOCK_D, BLOCK_N)
+            dk_tile = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+            dk_tile = add_product(dk_tile, operand(tl.trans(q_tile), cfg), ds_operand, cfg)
+            dk_tile *= score.data.scale
+            add_rows(dk, dk_base, keys, visible, dk_tile, cfg.D, BLOCK_D, cfg.OUT_ALIGNMENT)
     dq_rows = rows_base(dq, b, start_q + m, h)
     dq_acc = dq_acc * score.data.scale
     store_heads(dq, dq_rows, dq_acc, is_head, cfg.D, BLOCK_D, cfg.OUT_ALIGNMENT)

@@ -293,28 +293,49 @@ class Plan(NamedTuple):
 class ListedPlan(NamedTuple):
     """The kernels of `listed_keys.py`, instead of those of `Plan`."""
 
-    queries: KernelPlan  # forward and dQ
-    keys: KernelPlan  # dK and dV
+    forward: KernelPlan
+    queries: KernelPlan  # dQ
+    keys: KernelPlan | None  # dK and dV; None: `queries` also adds to them (`adds_to_listed_keys`)
+
+
+def adds_to_listed_keys(problem: AttentionProblem) -> bool:
+    """Whether a query adds its part to dK and dV of what it lists, in any order.
+
+    In a fixed order, a tile of adjacent keys gathers all heads of the queries that list a run in
+    it. That takes longer if a run has fewer keys than a group has heads: measured.
+    """
+    run = problem.options.key_run
+    return not problem.options.deterministic and (run == 1 or run < problem.group)
 
 
 @memoised(4096)
 def listed_plan(problem: AttentionProblem, aligned: bool) -> ListedPlan:
     """Tiles for lists of keys: the heads of a query by gathered keys, and adjacent keys by pairs of
-    a query and a head. No GPU has measured them.
+    a query and a head.
     """
     head_dim = max(problem.D, problem.Dv)
     is_single, wide = problem.dtype == torch.float32, head_dim > 128
-    heads = max(16, min(1 << (problem.group - 1).bit_length(), 32 if wide or is_single else 64))
+    group = max(16, 1 << (problem.group - 1).bit_length())
+    heads = min(group, 32 if wide or is_single else 64)
     most = (16 if wide else 32) if is_single else 32 if wide else 64
     adjacent = max(16, min(1 << (problem.options.key_run.bit_length() - 1), most))
-    queries = Tile(heads, most, 4, 1 if is_single else 2)
+    forward = queries = Tile(heads, most, 4, 1 if is_single else 2)
+    is_added = adds_to_listed_keys(problem)
+    if is_added:
+        # Each part of a group adds to all keys, so few parts are better. Not 32 keys by 64 heads or
+        # more: ptxas 12.8 then computes wrong addresses of P, whose rows have 64 bytes.
+        is_large = architecture(problem.capability) in FOR_DESCRIPTORS and group > heads
+        queries = Tile(heads, most, 4, 1) if not is_large else Tile(2 * heads, most, 8, 1)
+        if wide or is_single:
+            queries = Tile(16, most, 4, 1)
     warps = 8 if adjacent * head_dim > 32 * 128 else 4  # the sums take registers
     keys = Tile(most, adjacent, warps, 1 if is_single or wide else 2)
     dead = problem.has_dead_rows
-    return ListedPlan(
-        _kernel_plan(problem, queries, False, aligned, False, has_dead_rows=dead),
-        _kernel_plan(problem, keys, False, aligned, False, has_dead_rows=dead),
-    )
+    plans = [
+        _kernel_plan(problem, tile, False, aligned, False, has_dead_rows=dead)
+        for tile in (forward, queries, keys)
+    ]
+    return ListedPlan(plans[0], plans[1], None if is_added else plans[2])
 
 
 @memoised(4096)
@@ -581,8 +602,12 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
     planned = plan(problem, True)
     kernels = {"forward": planned.forward if splits == 1 else planned.split}
     if problem.has_key_index:
-        queries, keys = listed_plan(problem, True)
-        kernels = {"forward, and dQ, of the listed keys of a query": queries, "dK and dV": keys}
+        forward, queries, keys = listed_plan(problem, True)
+        kernels = {"forward of the listed keys of a query": forward}
+        if keys is None:
+            kernels["dQ, dK and dV in one kernel"] = queries
+        else:
+            kernels |= {"dQ": queries, "dK and dV": keys}
     elif problem.D <= MAX_HEAD_DIM:
         kernels |= {"dK and dV": planned.keys, "dQ": planned.queries}
     if planned.short is not None:
