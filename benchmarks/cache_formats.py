@@ -32,7 +32,16 @@ from .measure import captured
 
 HEAD_DIM, KEYS, QUERIES = 128, 2048, 256
 BATCH, CACHED, HEADS, KV_HEADS = 16, 65536, 32, 8
-COLUMNS = ("format", "bytes", "normal", "outliers", "decode_ms", "speed")
+COLUMNS = (
+    "format",
+    "bytes",
+    "normal",
+    "outliers",
+    "decode_ms",
+    "speed",
+    "by_head_ms",
+    "by_head_speed",
+)
 FORMATS: dict[str, CacheFormat | None] = {
     "bfloat16": None,
     "e5m2": cache_formats.e5m2(HEAD_DIM),
@@ -61,14 +70,18 @@ def error(cache_format: CacheFormat | None, outliers: float, seeds: int, device:
     return total / seeds
 
 
-def times(names: Sequence[str], budget_ms: float) -> dict[str, float]:
-    """The median time of a decoding step over a cache of each format."""
+def times(names: Sequence[str], budget_ms: float, by_head: bool) -> dict[str, float]:
+    """The median time of a decoding step over a cache of each format, in whose memory the tokens of
+    a head follow each other, or the heads of a token.
+    """
     make = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     q, calls = make(BATCH, 1, HEADS, HEAD_DIM), {}
     used = torch.full((BATCH,), CACHED, dtype=torch.int32, device="cuda")
     for name in names:
         rows = [torch.cat([stored(make(1, CACHED, KV_HEADS, HEAD_DIM), FORMATS[name])
                            for _ in range(BATCH)]) for _ in "kv"]  # fmt: skip
+        if by_head:
+            rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in rows]
         options = {"cache_seqlens": used, "cache_format": FORMATS[name]}
         calls[name] = captured(partial(attention_with_kvcache, q, *rows, **options))
     samples = interleave(calls, timer_for("cuda"), budget_ms=budget_ms)
@@ -86,16 +99,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
     args = parser.parse_args(argv)
-    found = times(list(FORMATS), args.budget) if args.device == "cuda" else {}
+    orders = (False, True) if args.device == "cuda" else ()
+    found = [times(list(FORMATS), args.budget, by_head) for by_head in orders]
     lines = []
     for name, cache_format in FORMATS.items():
         size = 2 * HEAD_DIM if cache_format is None else cache_format.bytes_per_row
         errors = (error(cache_format, x, args.seeds, args.device) for x in (0.0, 0.001))
-        ms = (f"{found[name]:.4f}", f"{found['bfloat16'] / found[name]:.2f}") if found else ("", "")
+        ms = [x for y in found for x in (f"{y[name]:.4f}", f"{y['bfloat16'] / y[name]:.2f}")]
+        ms = ms or [""] * 4
         lines.append(
             dict(zip(COLUMNS, (name, size, *(f"{x:.3g}" for x in errors), *ms), strict=True))
         )
-        print("{:30} {:>4} {:>9} {:>9} {:>9} {:>6}".format(*lines[-1].values()), flush=True)
+        row = "{:30} {:>4} {:>9} {:>9} {:>9} {:>6} {:>9} {:>6}"
+        print(row.format(*lines[-1].values()), flush=True)
     if args.csv:
         here = provenance(args.device, " ".join(["python -m benchmarks.cache_formats", *argv]))
         with args.csv.open("w", newline="", encoding="utf-8") as file:

@@ -7,6 +7,8 @@ tables of the program.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,8 @@ from .program import CONSTANT, ELEMENT, INTEGERS, Line, Name, Program, parsed
 # Operations of a program that computes some numbers once for a block of elements (`blocked`): the
 # index of every block of so many elements, and a number of each block for all of its elements.
 BLOCKS, REPEATED = "blocks", "repeated"
+# A number of the code of an element; see `backends/triton/lanes.py`.
+LANES = "lanes"
 
 
 def unpacked(text: str, rows: Tensor, head_dim: int) -> Tensor:
@@ -109,10 +113,8 @@ def blocked(program: Program, count: int) -> Program:
     """The program of elements 0 to `count` - 1, in which numbers that are the same for blocks of
     elements, such as their scales, are computed once for each block.
     """
-    sizes = {name: _block_size(table) for name, table in _tables(program, range(count)).items()}
-    of_bytes, lines = set[Name](), list[Line]()
+    sizes, of_bytes, lines = _sizes(program, range(count)), set[Name](), list[Line]()
     for line in program.lines:
-        sizes.setdefault(line.name, min((sizes[x] for x in line.names), default=count))
         if line.op == INTEGERS or not of_bytes.isdisjoint(line.names):
             of_bytes.add(line.name)
     most = 1 << (count - 1).bit_length() >> 1  # two blocks, where all elements have one number
@@ -128,6 +130,57 @@ def blocked(program: Program, count: int) -> Program:
     return replace(program, lines=tuple(lines)).without_unused()
 
 
+def split_scale(program: Program, count: int) -> tuple[Program, Program | None]:
+    """Two programs whose product are elements 0 to `count` - 1, the second of which is the same for
+    all of them; None if there is no such factor. Powers of two, which are exact, stay in the first.
+    """
+    sizes = _sizes(program, range(count))
+    own, common = list[Any](), list[Any]()
+    for x in factors(program):
+        is_common = sizes[x] == count if isinstance(x, Name) else math.frexp(x)[0] != 0.5
+        (common if is_common else own).append(x)
+    if not own or not common:
+        return program, None
+    return product(program, own, "own"), product(program, common, "common")
+
+
+def factors(program: Program) -> list[Any]:
+    """The names and numbers whose product, in float32, is the result."""
+    lines = {line.name: line for line in program.lines}
+
+    def split(x: Any) -> list[Any]:
+        line = lines.get(x)
+        if line is None or line.op != "mul.Tensor" or line.dtype != torch.float32:
+            return [x]
+        return [factor for argument in line.arguments for factor in split(argument)]
+
+    return split(program.result)
+
+
+def product(
+    program: Program, given: Sequence[Any], prefix: str, dtype: torch.dtype = torch.float32
+) -> Program:
+    """The program whose result is the product of names and numbers, in `dtype`."""
+    names, lines = [x for x in given if isinstance(x, Name)], list(program.lines)
+    number = math.prod(x for x in given if not isinstance(x, Name))
+    if not names:
+        lines.append(Line(Name(prefix), dtype, CONSTANT, (number,)))
+        names, number = [lines[-1].name], 1
+    last, *others = [*names, number] if number != 1 else names
+    for n, x in enumerate(others):
+        lines.append(Line(Name(f"{prefix}{n}"), dtype, "mul.Tensor", (last, x)))
+        last = lines[-1].name
+    return replace(program, lines=tuple(lines), result=last).without_unused()
+
+
+def _sizes(program: Program, elements: range) -> dict[Name, int]:
+    """Of every line, the largest known size of blocks of elements that have the same number."""
+    sizes = {name: _block_size(table) for name, table in _tables(program, elements).items()}
+    for line in program.lines:
+        sizes.setdefault(line.name, min((sizes[x] for x in line.names), default=len(elements)))
+    return sizes
+
+
 def _block_size(table: Tensor) -> int:
     """The largest power of two such that the numbers of all blocks of so many elements are equal;
     the number of elements if all are.
@@ -141,22 +194,47 @@ def _block_size(table: Tensor) -> int:
 
 
 @memoised(256)
-def shares_bytes(text: str, head_dim: int) -> bool:
-    """Whether each two elements share a byte."""
+def bytes_per_row(text: str) -> int:
+    """The size of the rows that a program reads."""
+    return next(int(x.arguments[1][0]) for x in parsed(text).lines if x.op == INTEGERS)
+
+
+@memoised(256)
+def elements_per_word(text: str, head_dim: int) -> int:
+    """How many neighbouring elements two bytes hold, 2 or 4; 1 if others."""
     program = parsed(text)
     tables = _tables(program, range(head_dim))
-    reads = (tables.get(line.arguments[2]) for line in program.lines if line.op == INTEGERS)
-    return head_dim % 2 == 0 and any(x is not None and _block_size(x) == 2 for x in reads)
+    reads = [tables.get(line.arguments[2]) for line in program.lines if line.op == INTEGERS]
+    for count in (4, 2):
+        if head_dim % count == 0 and any(
+            x is not None and bool((x.view(-1, count).diff(dim=0) == 2).all()) for x in reads
+        ):
+            return count
+    return 1
+
+
+def steps(program: Program, count: int) -> dict[Name, tuple[int, int]]:
+    """Of the lines that are a multiple of the index plus a number: this number and the factor."""
+    found = {}
+    for name, table in _tables(program, range(count)).items():
+        step = table.diff()
+        if not table.dtype.is_floating_point and count > 1 and bool((step == step[0]).all()):
+            found[name] = int(table[0]), int(step[0])
+    return found
 
 
 def _tables(program: Program, elements: range) -> dict[Name, Tensor]:
-    """The numbers of `elements`, (elements,), of all lines that depend on d alone."""
-    known, names = [], {ELEMENT}
+    """The numbers of `elements`, (elements,), of all lines that depend on d alone, or on the index
+    of a block in the same place.
+    """
+    indices = {ELEMENT, *(line.name for line in program.lines if line.op == BLOCKS)}
+    known, names = [], set(indices)
     for line in program.lines:
-        is_known = line.op not in (INTEGERS, BLOCKS, REPEATED)
+        is_known = line.op not in (INTEGERS, BLOCKS, REPEATED, LANES)
         if is_known and names.issuperset(line.names):
             known.append(line)
             names.add(line.name)
     d = torch.arange(elements.start, elements.stop, elements.step)
-    found = evaluate(replace(program, lines=tuple(known)), {"s": d, ELEMENT: d}, None, None)
+    inputs: dict[str, Tensor] = {"s": d} | dict.fromkeys(indices, d)
+    found = evaluate(replace(program, lines=tuple(known)), inputs, None, None)
     return {Name(x): found[x].expand(1, 1, 1, len(d)).reshape(-1) for x in names}

@@ -222,6 +222,19 @@ def assert_decoding(
 # Of a cache of packed rows: the formats of keys and values, and a case of `CASES` with changes.
 # Heads are 64 wide, where elements that share a byte come in pairs, unless the case says otherwise.
 INT4 = cache_formats.int4(64)
+INT8 = cache_formats.int8(64)
+
+
+def wider(cache_format: CacheFormat, more: int) -> CacheFormat:
+    """The same with some bytes behind each row."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(cache_format.packed(x), (0, more))
+
+    size = cache_format.bytes_per_row + more
+    return CacheFormat(size, cache_format.unpack, pack, cache_format.head_dim)
+
+
 MLA: tuple[CacheFormat, CacheFormat] = cache_formats.flashmla()
 FORMAT_CASES: dict[str, tuple[CacheFormat, CacheFormat, str, dict[str, Any]]] = {
     "int4": (INT4, INT4, "one query", {}),
@@ -231,9 +244,11 @@ FORMAT_CASES: dict[str, tuple[CacheFormat, CacheFormat, str, dict[str, Any]]] = 
     "int4, pages of 16": (INT4, INT4, "pages of 16", {}),
     "int4, pages of 3, window": (INT4, INT4, "pages under a window", {"page_size": 3}),
     "int4 under a block mask": (INT4, INT4, "block mask", {}),
-    "int8": (cache_formats.int8(64),) * 2 + ("sink", {}),
+    "int8": (INT8, INT8, "sink", {}),
+    "int8, rows at even bytes": (wider(INT8, 2),) * 2 + ("pages under a window", {}),
+    "int8, rows at odd bytes": (wider(INT8, 1),) * 2 + ("one query", {}),
     "int8 in blocks, left pads": (cache_formats.int8(64, 16),) * 2 + ("pages of 48, left pads", {}),
-    "int8 keys, int4 values": (cache_formats.int8(64), INT4, "alibi", {}),
+    "int8 keys, int4 values": (INT8, INT4, "alibi", {}),
     "e5m2": (cache_formats.e5m2(64),) * 2 + ("cache rows", {}),
     "e5m2, odd head dim": (cache_formats.e5m2(33),) * 2 + ("packed queries", {"D": 33, "Dv": 33}),
     "nvfp4": (cache_formats.nvfp4(64, 0.5),) * 2 + ("pages, packed queries", {}),
@@ -244,7 +259,7 @@ FORMAT_CASES: dict[str, tuple[CacheFormat, CacheFormat, str, dict[str, Any]]] = 
 
 def make_packed(name: str, dtype: torch.dtype, seed: int) -> tuple[Operands, Operands, Options]:
     """The operands of a case with a packed cache, the same with the unpacked one, and the options
-    of the packed one. Unused slots hold random bytes.
+    of the packed one. Unused slots hold random bytes, or NaN.
     """
     k_format, v_format, case, changes = FORMAT_CASES[name]
     is_latent = k_format is MLA[0]
@@ -256,6 +271,7 @@ def make_packed(name: str, dtype: torch.dtype, seed: int) -> tuple[Operands, Ope
         unused = x.isnan().any(-1, keepdim=True)
         packed = cache_format.packed(x.nan_to_num())
         noise = torch.randint(0, 256, packed.shape, generator=g, dtype=torch.uint8)
+        noise[torch.rand(packed.shape[:-1], generator=g) < 0.5] = 255  # NaN, in most formats
         return torch.where(unused, noise, packed)
 
     k = rows(operands.k, k_format)

@@ -12,8 +12,9 @@ import os
 import pytest
 import torch
 
-from flashtile.problem import AttentionProblem
-from flashtile.testing import assert_close, floor_of, rounding_variance
+from flashtile import cache_formats
+from flashtile.problem import AttentionProblem, Operands, Options
+from flashtile.testing import assert_close, floor_of, generator, normal, rounding_variance
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in a separate process", allow_module_level=True)
@@ -44,3 +45,18 @@ def test_packed_rows(name: str, dtype: torch.dtype, splits: int, seed: int):
         wanted, plainly = getattr(truth, field), getattr(low, field)
         floor = floor_of(getattr(variance, field))
         assert_close(field, x, wanted, plainly, floor=floor, dtype=dtype, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_row_outside_of_the_window_may_hold_anything(dtype: torch.dtype, seed: int):
+    """Scales of NaN, too."""
+    g, int8 = generator(seed), cache_formats.int8(64)
+    q, (k, v) = normal(g, 1, 1, 2, 64, dtype=dtype), normal(g, 2, 1, 40, 1, 64)
+    unpack = {"k_unpack": int8.program, "v_unpack": int8.program, "value_head_dim": 64}
+    options = Options(1, 40, 0.125, window_left=5, window_right=0, **unpack)
+    results = []
+    for hidden in (0, 255):
+        rows = [int8.packed(x).index_fill_(1, torch.arange(34), hidden) for x in (k, v)]
+        operands = Operands(q, *rows, seqused_k=torch.tensor([40], dtype=torch.int32))
+        results.append(backend.forward(AttentionProblem.of(operands, options), operands)[0])
+    assert torch.equal(*results) and results[0].isfinite().all()

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from flashtile import workspace_size
+from flashtile import CacheFormat, workspace_size
 from flashtile.backends.triton.plan import fastest_splits, plan, splits_of
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.gpu.memory import MOST_PART_ROWS
@@ -63,6 +63,18 @@ def test_latents_share_the_gpu(batch: int, seq_q: int, wanted: int):
     problem = AttentionProblem.of(operands, Options(seq_q, 8192, 0.1))
     problem = problem._replace(device_type="cuda", capability=(9, 0))
     assert splits_of(problem, plan(problem, False).split.config, 132, batch * seq_q) == wanted
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(128, 4), (144, 32)])
+def test_rows_that_share_lines_of_memory_have_short_parts(size: int, wanted: int):
+    """Parts of 2048 keys, which the programs of neighbouring heads read at about the same time."""
+    row = CacheFormat(size, lambda row, d: row[d] - 128.0, head_dim=128)
+    q = torch.empty(16, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(16, 65536, 8, size, dtype=torch.uint8, device="meta")
+    options = Options(1, 65536, 0.1, k_unpack=row.program, v_unpack=row.program, value_head_dim=128)
+    problem = AttentionProblem.of(Operands(q, cache, cache.clone()), options)
+    problem = problem._replace(device_type="cuda", capability=(9, 0))
+    assert splits_of(problem, plan(problem, True).split.config, 132, 16) == wanted
 
 
 def test_rows_of_no_sequence_count():

@@ -91,38 +91,56 @@ def page_number(page, lengths):
 
 @triton.jit
 def row_pointers(
-    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, BLOCK: tl.constexpr
-):
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Pointers to the rows [n0, n0 + BLOCK) of a sequence, paged or not, (BLOCK, 1): of its last
-    row, instead of rows past the end.
+    row, instead of rows past the end (if IS_MASKED).
     """
     ALIGNMENT: tl.constexpr = cfg.ROW_ALIGNMENT
+    IS_IN_ONE_PAGE: tl.constexpr = cfg.PAGE_SIZE % BLOCK == 0 and lengths.at.leftpad_k is None
     # (BLOCK, 1)
-    rows = tl.minimum(n0 + tl.arange(0, BLOCK)[:, None], tl.maximum(count - 1, 0))
-    if cfg.PAGE_SIZE > 0:
-        if lengths.at.leftpad_k is not None:
-            rows += start
-        page = page_number(tl.load(pages + rows // cfg.PAGE_SIZE), lengths)
-        pointers = source + page_offset(page, x) + rows % cfg.PAGE_SIZE * x.row
-    else:
-        pointers = source + rows.to(tl.int64) * x.row
+    offs = tl.arange(0, BLOCK)[:, None]
+    if IS_MASKED or (cfg.PAGE_SIZE > 0 and not IS_IN_ONE_PAGE):
+        rows = tl.minimum(n0 + offs, tl.maximum(count - 1, 0))
+        if cfg.PAGE_SIZE > 0:
+            if lengths.at.leftpad_k is not None:
+                rows += start
+            page = page_number(tl.load(pages + rows // cfg.PAGE_SIZE), lengths)
+            pointers = source + page_offset(page, x) + rows % cfg.PAGE_SIZE * x.row
+        else:
+            pointers = source + rows.to(tl.int64) * x.row
+    else:  # only the first pointer changes from tile to tile
+        if cfg.PAGE_SIZE > 0:
+            page = page_number(tl.load(pages + n0 // cfg.PAGE_SIZE), lengths)
+            source += page.to(tl.int64) * x.batch
+            n0 = n0 % cfg.PAGE_SIZE
+        pointers = source + tl.cast(n0, tl.int64) * x.row + offs * x.row
     return tl.multiple_of(pointers, [1, ALIGNMENT])
+
+
+@triton.jit
+def load_packed_rows(
+    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, unpack: tl.constexpr,
+):  # fmt: skip
+    """What `unpack` makes of packed rows, paged or not: tiles of keys or values (BLOCK, BLOCK_DIM),
+    `cfg.PAIR` of them or one of a tail, and perhaps a factor of each row (BLOCK, 1).
+    """
+    # (1, BLOCK_DIM)
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
+    rows = row_pointers(source, x, pages, start, n0, count, lengths, cfg, IS_MASKED, BLOCK)
+    return unpack(dims, dims < DIM, rows)
 
 
 @triton.jit
 def load_keys(
     source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, unpack: tl.constexpr = None,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM). A function `unpack` makes it, or
-    with `cfg.PAIR` two tiles, of packed rows."""
-    if unpack is not None:
-        # (1, BLOCK_DIM)
-        dims = tl.arange(0, BLOCK_DIM)[None, :]
-        rows = row_pointers(source, x, pages, start, n0, count, lengths, cfg, BLOCK)
-        tile = unpack(dims, dims < DIM, rows)
-    elif cfg.PAGE_SIZE > 0:
+    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
+    if cfg.PAGE_SIZE > 0:
         tile = load_paged_rows(
             x, source, pages, start, n0, count, lengths, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
             BLOCK_DIM, cfg.ALIGNMENT,

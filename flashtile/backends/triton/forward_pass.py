@@ -32,6 +32,7 @@ from .cache import (
     head_scale,
     key_block_scale,
     load_keys,
+    load_packed_rows,
     load_queries,
     page_list,
     query_scales,
@@ -64,6 +65,7 @@ from .tiles import (
     query_span,
     rescaling,
     scores_of,
+    split_columns,
     stats_count,
     stats_start,
     tile_source,
@@ -84,32 +86,51 @@ def attend_keys(
     """One step of the KV loop: update the output and `sums`, which `first_sums` describes, with the
     keys [n0, n0 + BLOCK_N) (online softmax)."""
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    PAIR: tl.constexpr = cfg.PAIR
     row_max, row_sum = sums[0], sums[1]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    # (BLOCK_N, BLOCK_D / PAIR)
-    k_tile = load_keys(
-        k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // cfg.PAIR, BLOCK_N,
-        cfg.BLOCK_D // cfg.PAIR, cfg.UNPACK_KEYS,
-    )  # fmt: skip
-    # (BLOCK_M, BLOCK_N)
-    if cfg.PAIR == 2:
-        if cfg.UNPACK_KEYS is not None:
-            even_tile, odd_tile = tl.trans(k_tile[0]), tl.trans(k_tile[1])
+    if cfg.UNPACK_KEYS is not None:
+        # PAIR tiles (BLOCK_N, BLOCK_D / PAIR), and perhaps factors (BLOCK_N, 1)
+        k_tiles = load_packed_rows(
+            k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // PAIR, BLOCK_N,
+            cfg.BLOCK_D // PAIR, cfg.UNPACK_KEYS,
+        )  # fmt: skip
+        # (BLOCK_M, BLOCK_N)
+        if PAIR == 1:
+            qk = product(q_tile, operand(k_tiles[0], cfg), cfg)
         else:
-            even_tile, odd_tile = unpack_pairs(tl.trans(k_tile))
-        qk = tl.dot(q_tile[0], even_tile)
-        qk = tl.dot(q_tile[1], odd_tile, qk)
+            qk = tl.dot(q_tile[0], tl.trans(k_tiles[0]))
+            for n in tl.static_range(1, PAIR):
+                qk = tl.dot(q_tile[n], tl.trans(k_tiles[n]), qk)
+        if len(k_tiles) > PAIR:
+            qk *= tl.trans(k_tiles[PAIR])
     else:
-        if cfg.HAS_FLOAT8_KEYS:
-            k_tile = k_tile.to(tl.float16)
-        qk = product(q_tile, operand(k_tile, cfg), cfg)
+        # (BLOCK_N, BLOCK_D / PAIR)
+        k_tile = load_keys(
+            k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // PAIR, BLOCK_N,
+            cfg.BLOCK_D // PAIR,
+        )  # fmt: skip
+        # (BLOCK_M, BLOCK_N)
+        if PAIR == 2:
+            even_tile, odd_tile = unpack_pairs(tl.trans(k_tile))
+            qk = tl.dot(q_tile[0], even_tile)
+            qk = tl.dot(q_tile[1], odd_tile, qk)
+        else:
+            if cfg.HAS_FLOAT8_KEYS:
+                k_tile = k_tile.to(tl.float16)
+            qk = product(q_tile, operand(k_tile, cfg), cfg)
     if cfg.TAIL_D > 0:
         # (BLOCK_N, BLOCK_TAIL)
-        tail_source = k_source + cfg.D if cfg.UNPACK_TAIL is None else k_source
-        k_tail = load_keys(
-            tail_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D, BLOCK_N,
-            cfg.BLOCK_TAIL, cfg.UNPACK_TAIL,
-        )  # fmt: skip
+        if cfg.UNPACK_TAIL is not None:
+            (k_tail,) = load_packed_rows(
+                k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
+                BLOCK_N, cfg.BLOCK_TAIL, cfg.UNPACK_TAIL,
+            )  # fmt: skip
+        else:
+            k_tail = load_keys(
+                k_source + cfg.D, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
+                BLOCK_N, cfg.BLOCK_TAIL,
+            )  # fmt: skip
         qk += product(q_tail, operand(k_tail, cfg), cfg)
     if cfg.HAS_FLOAT8_KEYS:
         qk *= qk_scale
@@ -137,33 +158,59 @@ def attend_keys(
         new_sums = new_sums + statistics_of(sums, s, qk, p, pivot, rescale, score, IS_MASKED, cfg)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
         p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, 0.0)
-    # (BLOCK_N, BLOCK_DV / PAIR)
-    if cfg.HAS_VALUES_IN_KEYS:
-        v_tile = k_tile
+    IS_HIDING: tl.constexpr = cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None)
+    if cfg.UNPACK_VALUES is not None:
+        acc = add_packed_values(
+            acc, rescale, p, v, v_source, pages, start_k, n0, N, lengths, IS_MASKED, IS_HIDING, cfg
+        )
     else:
-        v_tile = load_keys(
-            v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // cfg.PAIR,
-            BLOCK_N, cfg.BLOCK_DV // cfg.PAIR, cfg.UNPACK_VALUES,
-        )  # fmt: skip
-    if cfg.HAS_FLOAT8_KEYS and cfg.PAIR == 1:
-        v_tile = v_tile.to(tl.float16)
-    if cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None):
-        if cfg.UNPACK_VALUES is not None and cfg.PAIR == 2:
-            v_tile = without_hidden(v_tile[0], p), without_hidden(v_tile[1], p)
+        # (BLOCK_N, BLOCK_DV / PAIR)
+        if cfg.HAS_VALUES_IN_KEYS:
+            v_tile = k_tile
         else:
+            v_tile = load_keys(
+                v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // PAIR,
+                BLOCK_N, cfg.BLOCK_DV // PAIR,
+            )  # fmt: skip
+        if cfg.HAS_FLOAT8_KEYS and PAIR == 1:
+            v_tile = v_tile.to(tl.float16)
+        if IS_HIDING:
             v_tile = without_hidden(v_tile, p)
-    v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
-    if cfg.PAIR == 2:
-        if cfg.UNPACK_VALUES is not None:
-            even_tile, odd_tile = v_tile
-        else:
+        v_scale = key_block_scale(score.data.v_block_descale, scale_block, n0, BLOCK_N)
+        if PAIR == 2:
             even_tile, odd_tile = unpack_pairs(v_tile)
-        even = weighted_sum(acc[0], rescale, p, even_tile, v_scale, cfg)
-        odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale, cfg)
-        acc = even, odd
-    else:
-        acc = weighted_sum(acc, rescale, p, v_tile, v_scale, cfg)
+            even = weighted_sum(acc[0], rescale, p, even_tile, v_scale, cfg)
+            odd = weighted_sum(acc[1], rescale, p, odd_tile, v_scale, cfg)
+            acc = even, odd
+        else:
+            acc = weighted_sum(acc, rescale, p, v_tile, v_scale, cfg)
     return acc, new_sums
+
+
+@triton.jit
+def add_packed_values(
+    acc, rescale, p, v, v_source, pages, start_k, n0, N, lengths, IS_MASKED: tl.constexpr,
+    IS_HIDING: tl.constexpr, cfg: tl.constexpr,
+):  # fmt: skip
+    """The output so far, rescaled, plus P V of packed values; without keys whose `p` are all 0, if
+    IS_HIDING."""
+    PAIR: tl.constexpr = cfg.PAIR
+    # PAIR tiles (BLOCK_N, BLOCK_DV / PAIR), and perhaps factors (BLOCK_N, 1)
+    v_tiles = load_packed_rows(
+        v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // PAIR,
+        cfg.BLOCK_N, cfg.BLOCK_DV // PAIR, cfg.UNPACK_VALUES,
+    )  # fmt: skip
+    weights = p
+    if len(v_tiles) > PAIR:
+        factors = v_tiles[PAIR]
+        weights = p * tl.trans(without_hidden(factors, p) if IS_HIDING else factors)
+    found = ()
+    for n in tl.static_range(PAIR):
+        tile = without_hidden(v_tiles[n], p) if IS_HIDING else v_tiles[n]
+        part = weighted_sum(acc if PAIR == 1 else acc[n], rescale, weights, tile, None, cfg)
+        more = (part,)
+        found = found + more  # type: ignore[assignment]  # more tiles
+    return found[0] if PAIR == 1 else found  # type: ignore[misc]
 
 
 @triton.jit
@@ -417,6 +464,8 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV // PAIR], tl.float32)
     if PAIR == 2:  # even columns, odd columns
         acc = acc, acc
+    if PAIR == 4:  # every fourth column
+        acc = acc, acc, acc, acc
 
     key_row = key_row_of_batch(lengths, b)
     if cfg.PAGE_SIZE > 0:
@@ -468,9 +517,8 @@ def forward_kernel(
         q_tile, q_factor = as_float16(q_tile)
         qk_scale = q_factor * query_scales(score, b, h, kv_head, rows, M, heads, lengths, cfg)
         scale_block = first_key_block(b, kv_head, heads, lengths, cfg)
-    if PAIR == 2:
-        # (BLOCK_M, BLOCK_D) -> (BLOCK_M, BLOCK_D / 2) of the even columns, and of the odd ones
-        q_tile = tl.split(tl.reshape(q_tile, [BLOCK_M, BLOCK_D // 2, 2]))
+    if PAIR > 1:
+        q_tile = split_columns(q_tile, PAIR)
     v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
     if cfg.PART_KEYS > 0:
         whole = acc, sums[0], sums[1]
@@ -511,9 +559,11 @@ def forward_kernel(
         store_statistics(
             lse_ptr, sums, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, score, cfg
         )  # fmt: skip
+    # (BLOCK_M, BLOCK_DV)
     if PAIR == 2:
-        # (BLOCK_M, BLOCK_DV)
         acc = tl.interleave(acc[0], acc[1])
+    elif PAIR == 4:
+        acc = tl.interleave(tl.interleave(acc[0], acc[2]), tl.interleave(acc[1], acc[3]))
     if cfg.IS_SPLIT and cfg.IS_INVARIANT:
         acc = tl.where(seen, acc, 0.0)
     else:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu import hardware
+from ...gpu.intrinsics import IS_INTERPRETED
 from ...gpu.launch import Launch
 from ...gpu.rows import (
     at_boundary,
@@ -116,7 +118,7 @@ def forward_launches(problem: AttentionProblem, given: Any, made: Any) -> list[L
         "cfg": config,
     }
     grid = (programs, parts[0].shape[0]) if parts else (programs,)
-    how = kernel_plan.warps, kernel_plan.stages, config.IS_CHAINED
+    how = kernel_plan.warps, kernel_plan.stages, config.IS_CHAINED, kernel_plan.registers
     launches.append(Launch(forward_kernel, grid, arguments, *how))
     if parts and config.IS_INVARIANT:
         scale = arguments["score_data"].drop_scale
@@ -295,8 +297,8 @@ def _planned(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], kernel_plan: KernelPlan
 ) -> Launch:
     """A launch with the tiles, warps and stages of its plan."""
-    config, warps, stages = kernel_plan
-    return Launch(kernel, grid, arguments | {"cfg": config}, warps, stages)
+    config, warps, stages, registers = kernel_plan
+    return Launch(kernel, grid, arguments | {"cfg": config}, warps, stages, registers=registers)
 
 
 def delta_launch(
@@ -538,19 +540,26 @@ def unpack_functions(
     """The functions of a kernel that unpack the rows of a cache format, by their names in
     `KernelConfig`.
     """
-    options, pair = problem.options, config.PAIR
+    options, pair, D = problem.options, config.PAIR, config.D
+    alignment = min(common_alignment(k), common_alignment(v))
+    has_lanes = not (IS_INTERPRETED or hardware.is_rocm())
 
-    def function(text: str, first: int, head_dim: int, padded: int, pair: int) -> Any:
-        how = problem.dtype, padded // pair
-        return function_of(unpack_source(text, first, head_dim, pair, *how))
+    def function(text: str, elements: range, padded: int, pair: int, is_scaled: bool) -> Any:
+        how = problem.dtype, padded // pair, alignment, has_lanes, is_scaled
+        return function_of(unpack_source(text, elements, pair, *how))
 
-    keys, values, D = options.k_unpack, options.v_unpack, config.D
-    tail = config.TAIL_D and function(keys, D, config.TAIL_D, config.BLOCK_TAIL, 1)
+    columns, tail = range(D), range(D, D + config.TAIL_D)
+    # Weights in float16 would lose what small scales take of them.
+    is_scaled = problem.dtype != torch.float16
     return {
-        "ROW_ALIGNMENT": min(common_alignment(k), common_alignment(v)),
-        "UNPACK_KEYS": function(keys, 0, D, config.BLOCK_D, pair),
-        "UNPACK_TAIL": tail or None,
-        "UNPACK_VALUES": function(values, 0, config.DV, config.BLOCK_DV, pair),
+        "ROW_ALIGNMENT": alignment,
+        "UNPACK_KEYS": function(options.k_unpack, columns, config.BLOCK_D, pair, True),
+        "UNPACK_TAIL": function(options.k_unpack, tail, config.BLOCK_TAIL, 1, False)
+        if tail
+        else None,
+        "UNPACK_VALUES": function(
+            options.v_unpack, range(config.DV), config.BLOCK_DV, pair, is_scaled
+        ),
     }
 
 

@@ -22,7 +22,7 @@ from ...gpu.memory import MAX_SPLITS, MOST_PART_ROWS
 from ...gpu.rows import ALIGNMENT, ROW_STEP
 from ...lru import clear_caches, memoised
 from ...problem import Appending, AttentionProblem
-from ...score_mod.rows import shares_bytes
+from ...score_mod.rows import bytes_per_row, elements_per_word
 
 MAX_HEAD_DIM = 512
 # Largest head dim of queries and keys without gradients: the latent keys of DeepSeek's MLA, whose
@@ -152,6 +152,12 @@ SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64,
 # The same for a float8 cache on all GPUs, and for a paged one whose KV loop is not split: measured.
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
+# Over packed rows: keys where a word holds four elements, and else; registers of a thread, which
+# leave room for so many programs on a multiprocessor. Where rows share lines of memory with those
+# of other heads, short parts of the KV loop keep the programs of the heads together.
+PACKED_KEYS = {("sm_90", 128): (128, 64)}
+PACKED_WARPS_AND_STAGES, PACKED_REGISTERS, PACKED_PER_SM = (4, 3), 128, 4
+LINE, PACKED_PART_KEYS = 128, 2048
 
 # Keys of a part of the KV loop of calls that are `batch_invariant`, each of which is summed from
 # zero: a multiple of every tile. Programs of few queries have a part each.
@@ -275,6 +281,7 @@ class KernelPlan(NamedTuple):
     config: KernelConfig
     warps: int
     stages: int
+    registers: int | None = None  # the most that a thread may use
 
 
 class Plan(NamedTuple):
@@ -388,12 +395,11 @@ def plan(problem: AttentionProblem, aligned: bool) -> Plan:
         forward = _for_few_rows(forward, rows, problem, is_split=False)
     if problem.page_size > 0:  # half of the stages load the page indices that other loads need
         forward, split = (tile._replace(stages=2 * tile.stages - 1) for tile in (forward, split))
-    paired = aligned and problem.has_float8_keys and problem.D % 2 == problem.Dv % 2 == 0
-    paired = paired or _shares_bytes(problem)
+    pair = _elements_per_word(problem, aligned)
     dead = problem.has_dead_rows
     return Plan(
-        forward=_kernel_plan(problem, forward, packed, aligned, described, paired=paired),
-        split=_kernel_plan(problem, split, packed, aligned, False, is_split=True, paired=paired),
+        forward=_kernel_plan(problem, forward, packed, aligned, described, pair=pair),
+        split=_kernel_plan(problem, split, packed, aligned, False, is_split=True, pair=pair),
         keys=_kernel_plan(problem, keys, False, aligned, described, has_dead_rows=dead),
         queries=_kernel_plan(problem, queries, False, aligned, described, has_dead_rows=dead),
         values=_kernel_plan(problem, values[0], False, aligned, described, has_dead_rows=dead)
@@ -417,13 +423,24 @@ def has_latents(problem: AttentionProblem) -> bool:
     return is_view and problem.Dv == MAX_HEAD_DIM < problem.D
 
 
-def _shares_bytes(problem: AttentionProblem) -> bool:
-    """Whether two elements share a byte of packed keys, and of packed values."""
+def _elements_per_word(problem: AttentionProblem, aligned: bool) -> int:
+    """How many neighbouring elements a word of two bytes holds, of keys and of values."""
     options = problem.options
+    if problem.has_float8_keys:
+        return 2 if aligned and problem.D % 2 == problem.Dv % 2 == 0 else 1
     if not options.k_unpack or problem.dtype == torch.float32:
-        return False
+        return 1
     D = min(problem.D, MAX_HEAD_DIM)
-    return shares_bytes(options.k_unpack, D) and shares_bytes(options.v_unpack, problem.Dv)
+    return min(
+        elements_per_word(options.k_unpack, D), elements_per_word(options.v_unpack, problem.Dv)
+    )
+
+
+def _fitting_pair(pair: int, rows: int, head_dim: int) -> int:
+    """The most elements of a word that have tiles of their own, which are 16 columns wide."""
+    while pair > 1 and (rows > 32 or pair * 16 > head_dim):
+        pair //= 2
+    return pair
 
 
 def is_short(problem: AttentionProblem) -> bool:
@@ -641,7 +658,7 @@ def describe_plan(problem: AttentionProblem, splits: int) -> str:
 
 def _kernel_plan(
     problem: AttentionProblem, tile: Tile, packed: bool, aligned: bool, described: bool,
-    is_split: bool = False, paired: bool = False, has_dead_rows: bool = False,
+    is_split: bool = False, pair: int = 1, has_dead_rows: bool = False,
 ) -> KernelPlan:  # fmt: skip
     options = problem.options
     mask_m, mask_n = problem.block_tile or (0, 0)
@@ -679,7 +696,7 @@ def _kernel_plan(
         MASK_COVER_N=_cover(BLOCK_N, mask_n),
         HEAD_SWIZZLE=HEAD_SWIZZLE,
         HAS_FLOAT8_KEYS=problem.has_float8_keys,
-        PAIR=2 if paired and BLOCK_M <= 32 <= min(BLOCK_D, BLOCK_DV) else 1,
+        PAIR=_fitting_pair(pair, BLOCK_M, min(BLOCK_D, BLOCK_DV)),
         ALIGNMENT=ALIGNMENT if aligned else 1,
         OUT_ALIGNMENT=1 if problem.D % ROW_STEP or problem.Dv % ROW_STEP else ALIGNMENT,
         HAS_DESCRIPTORS=described,
@@ -695,13 +712,22 @@ def _kernel_plan(
         HAS_STATISTICS=problem.has_statistics,
         HAS_VALUES_IN_KEYS=has_latents(problem),
     )
-    return KernelPlan(config, tile.warps, tile.stages)
+    registers = PACKED_REGISTERS if BLOCK_M == FEW_ROWS and _packed_keys(problem) else None
+    return KernelPlan(config, tile.warps, tile.stages, registers)
 
 
 def has_large_scores(problem: AttentionProblem) -> bool:
     """Whether scores come from the caller's tensors or functions, and may be as large as -1e30."""
     has_bias = problem.has_bias or problem.relative_distance is not None
     return has_bias or bool(problem.options.score_mod)
+
+
+def _packed_keys(problem: AttentionProblem) -> int:
+    """The measured keys of a tile of few queries over packed rows; 0 if none was measured."""
+    where = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
+    if not problem.options.k_unpack or problem.dtype == torch.float32 or where not in PACKED_KEYS:
+        return 0
+    return PACKED_KEYS[where][_elements_per_word(problem, True) < 4]
 
 
 def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bool) -> Tile:
@@ -712,6 +738,8 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
         if problem.has_float8_keys:
             pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
             few = Tile(FEW_ROWS, *pages.get((name, head_dim), FLOAT8_FORWARD[head_dim]))
+        if _packed_keys(problem):
+            few = Tile(FEW_ROWS, _packed_keys(problem), *PACKED_WARPS_AND_STAGES)
         if has_latents(problem) and name in LATENT_FEW_ROWS:
             few = Tile(FEW_ROWS, *LATENT_FEW_ROWS[name])
         if rows <= FEW_ROWS:
@@ -819,7 +847,12 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
     steps = -(-_longest_loop(problem) // config.BLOCK_N)
     is_alone = config.BLOCK_M * config.BLOCK_DV >= LARGE_OUTPUT
     per_sm = 1 if is_alone else PROGRAMS_PER_SM
-    return fastest_splits(programs, steps, sm_count, min(most, MAX_SPLITS), per_sm)
+    most, least = min(most, MAX_SPLITS), 1
+    if config.BLOCK_M == FEW_ROWS and _packed_keys(problem):
+        least = min(steps * config.BLOCK_N // PACKED_PART_KEYS, most)
+        if bytes_per_row(problem.options.k_unpack) % LINE == 0:
+            least = min(least, PACKED_PER_SM * sm_count // programs)
+    return max(least, fastest_splits(programs, steps, sm_count, most, per_sm))
 
 
 @memoised(4096)

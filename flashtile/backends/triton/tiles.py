@@ -369,6 +369,20 @@ def unpack_pairs(pairs):
     return even, odd
 
 
+@triton.jit
+def split_columns(tile, COUNT: tl.constexpr):
+    """COUNT tiles, 2 or 4, of every such column: (ROWS, COLUMNS / COUNT) each."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    even, odd = tl.split(tl.reshape(tile, [ROWS, COLUMNS // 2, 2]))
+    found = even, odd
+    if COUNT == 4:
+        first, third = tl.split(tl.reshape(even, [ROWS, COLUMNS // 4, 2]))
+        second, fourth = tl.split(tl.reshape(odd, [ROWS, COLUMNS // 4, 2]))
+        found = first, second, third, fourth  # type: ignore[assignment]  # more tiles
+    return found
+
+
 # Dropout: the definition is flashtile/dropout.py
 
 
