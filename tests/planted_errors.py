@@ -547,13 +547,6 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_compilation.py -k 'over_ranks and triton'",
     ),
     Planted(
-        "hopper: column sums of the diagonal are not masked",
-        "add_probabilities",
-        "(tile < queries.full_begin) | (tile >= queries.end)",
-        "tile >= queries.end",
-        "tests/hopper_kernels/test_column_sums_emulated.py -k causal",
-    ),
-    Planted(
         "hopper: keys after the last latent are values",
         "latent_kernel",
         "if n0 + KEYS > N:",
