@@ -123,7 +123,8 @@ def test_keys_and_values_in_registers(D: int, in_registers: tuple[bool, bool]):
     ("head_dims", "given", "is_wide"),
     [
         ((192, 128), {"causal": True}, True), ((168, 64), {"window_size": (100, 0)}, True),
-        ((192, 136), {}, False), ((160, 128), {}, False), ((256, 128), {}, False),
+        ((192, 136), {}, False), ((192, 80), {}, False), ((176, 96), {}, False),
+        ((160, 128), {}, False), ((256, 128), {}, False),
         ((192, 128), {"softcap": 20.0}, False), ((192, 128), {"deterministic": True}, False),
         ((192, 128), {"mask": SPANS}, False), ((192, 128), {"dropout_p": 0.1}, False),
     ],

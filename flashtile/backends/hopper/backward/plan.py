@@ -56,7 +56,7 @@ TILES = {
     256: BackwardTile(64, 64, 2, 1, True),
 }
 
-# Instead of that of 192 columns, with values of at most 128: see `is_wide`.
+# Instead of that of 192 columns, with values of 64 or 128 columns: see `is_wide`.
 WIDE = BackwardTile(64, 128, 2, 2, True)
 
 # Instead of that of 64 columns, which leaves no registers for the derivative of softcap, for a
@@ -283,7 +283,8 @@ def tile_of(problem: AttentionProblem) -> BackwardTile:
 
 def is_wide(problem: AttentionProblem) -> bool:
     """Whether tiles have 128 keys although one consumer has the values and one the keys: if their
-    sums fit the registers, and in dense calls whose scores need no more than the mask.
+    sums fit the registers, and in dense calls whose scores need no more than the mask. Tiles of
+    values have no tail: the value consumer has no accumulator for it.
     """
     options, columns = problem.options, padded_columns(problem)
     is_other = bool(options.score_mod) or options.softcap > 0 or problem.has_alibi
@@ -291,7 +292,7 @@ def is_wide(problem: AttentionProblem) -> bool:
     is_other = is_other or problem.layout != "dense" or problem.runs > 0 or problem.is_partial
     if is_other or problem.has_hidden_keys or problem.has_dead_rows:
         return False
-    return columns == 192 and problem.Dv <= 128
+    return columns == 192 and value_columns(problem) in (64, 128)
 
 
 def value_columns(problem: AttentionProblem) -> int:

@@ -1,4 +1,4 @@
-"""The consumers of tiles of 128 keys with 192 columns, and values of up to 128.
+"""The consumers of tiles of 128 keys with 192 columns, and values of 64 or 128.
 
 As with 64 keys (`consumer.py`), one consumer has the values and one the keys. A step processes one
 half of the keys after the other, so that registers hold the scores of 64 keys beside dV or dK of
