@@ -546,6 +546,27 @@ HOPPER: list[Planted] = [
         "if False:",
         "tests/hopper_kernels/test_compilation.py -k 'over_ranks and triton'",
     ),
+    Planted(  # right for pages of no more than one box
+        "hopper: all boxes of a page are its first rows",
+        "boxes_in_pages",
+        "box % OF_PAGE * cfg.PAGE_BOX",
+        "0",
+        "tests/hopper_kernels/test_forward_cache_emulated.py -k '48'",
+    ),
+    Planted(
+        "hopper: pages after those of a short table are read",
+        "boxes_in_pages",
+        "gl.minimum(block * COUNT + n, last)",
+        "block * COUNT + n",
+        "tests/hopper_kernels/test_forward_cache_emulated.py -k table",
+    ),
+    Planted(
+        "hopper: left pads are keys",
+        "work_of",
+        "start_k + pad, N - pad",
+        "start_k, N - pad",
+        "tests/hopper_kernels/test_forward_cache_emulated.py -k pads",
+    ),
     Planted(
         "hopper: keys after the last latent are values",
         "latent_kernel",

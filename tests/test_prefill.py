@@ -29,7 +29,8 @@ def calls(monkeypatch):
     def unsupported_reasons(problem):
         return [] if problem.layout == "packed" else ["not packed"]
 
-    twin = SimpleNamespace(unsupported_reasons=unsupported_reasons, forward=forward)
+    names = {"unsupported_reasons": unsupported_reasons, "forward": forward, "defers": None}
+    twin = SimpleNamespace(**names)
     monkeypatch.setitem(backends.BACKENDS, "twin", twin)
     monkeypatch.setattr(dispatch, "ORDER", ("twin", "cpu"))
     monkeypatch.setattr(dispatch, "FEWEST_QUERIES", M * HQ // HK)

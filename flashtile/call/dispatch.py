@@ -4,10 +4,10 @@ The backend is the first one in an ordered tuple that supports the problem.
 
 A cached call runs in one of three forms. With few new tokens the backend may append them while it
 attends. With many queries (chunked prefill) the call may become one over packed sequences: the
-fastest kernels for many queries read these, but neither pages nor the used part of cache rows.
-Adjacent cache rows already are packed sequences, of which only the first tokens are used; pages are
-first copied into one tensor, which takes a few per cent of the time of the call. Else the backend
-attends to the cache after the append.
+fastest kernels for many queries read these, but not all caches. Adjacent cache rows already are
+packed sequences, of which only the first tokens are used; small pages are first copied into one
+tensor, which takes a few per cent of the time of the call. Else the backend attends to the cache
+after the append.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ index_checker = backends.index_checker
 MOST_NEW_TOKENS = 16
 # Smallest number of queries for which the copy pays off: times the query heads of one key head.
 FEWEST_QUERIES = 2048
+# The Hopper backend copies smaller pages in small pieces, which slow down so many queries.
+SMALLEST_PAGE = 32
 # Largest size in bytes of the copy, which has room for the longest possible sequences.
 LARGEST_COPY = 2**30
 
@@ -84,7 +86,8 @@ def packed_problem(
         return None
     packed = problem._replace(layout="packed", page_size=0)
     chosen = select(packed, backend)
-    if chosen == problem.options.backend:
+    has_small_pages = chosen == "hopper" and problem.page_size % SMALLEST_PAGE > 0
+    if chosen == problem.options.backend and not has_small_pages:
         return None
     return packed._replace(options=problem.options._replace(backend=chosen))
 

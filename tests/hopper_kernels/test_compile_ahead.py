@@ -23,7 +23,7 @@ from flashtile.backends.hopper.forward.launch import with_lists
 from flashtile.backends.hopper.forward.plan import OLDEST_TRITON, TRITON_VERSION, plan
 from flashtile.backends.hopper.shared.schedule import tile_list_kernel
 from flashtile.backends.hopper.shared.span_lists import span_lists_kernel, unseen_keys_kernel
-from flashtile.call.layouts import Dense, Packed
+from flashtile.call.layouts import Cached, Dense, Packed
 from flashtile.call.prepare import describe
 from flashtile.dropout import ROUNDS
 from flashtile.masks import BlockMask, Spans
@@ -49,6 +49,8 @@ NEWER = TRITON_VERSION > (3, 6)
 # with softcap where a consumer has 128 registers.
 SPILLS = {
     "lengths": 12,
+    "pages of 16, 64": 16,  # in the producer
+    "pages of 48": 4,
     "span": 4,  # in the producer, once a tile
     "parts": 64,
     "softcap 64": 416 if NEWER else 0,
@@ -92,6 +94,14 @@ def packed(longest: int = 130, head_dim: int = 128, **options: Any) -> tuple[Ope
     return describe((q, k, v), layout, options)
 
 
+def pages(size: int, head_dim: int = 128, **options: Any) -> tuple[Operands, Options]:
+    """A chunk of 300 queries after a cache of two sequences."""
+    q = normal(generator(0), 2, 300, 4, head_dim, dtype=torch.bfloat16)
+    cache = normal(generator(0), 2 * (2304 // size), size, 2, head_dim, dtype=torch.bfloat16)
+    table = torch.arange(cache.shape[0], dtype=torch.int32).view(2, -1)
+    return describe((q, cache, cache), Cached(2000, page_table=table), options)
+
+
 def half_visible(M: int, N: int) -> BlockMask:
     return BlockMask.from_dense(torch.rand(M, N, generator=generator(0)) < 0.5)
 
@@ -119,6 +129,11 @@ OPTIONS: dict[str, Any] = {
     "packed 64": lambda: packed(head_dim=64, causal=True),
     "long packed": lambda: packed(2000, causal=True),
     "packed span": lambda: packed(mask=spans(205, 1), causal=True),
+    "pages of 16": lambda: pages(16, causal=True),
+    "pages of 16, 64": lambda: pages(16, 64, causal=True),
+    "pages of 16, 256": lambda: pages(16, 256, causal=True),
+    "pages of 48": lambda: pages(48),
+    "pages of 256": lambda: pages(256, causal=True),
     "lengths": lambda: dense(seqused_k=torch.tensor([2000, 7], dtype=torch.int32), causal=True),
 }
 
@@ -143,7 +158,10 @@ def test_head_dims_compile(head_dims: tuple[int, int], mask: str):
 
 
 @pytest.mark.parametrize(
-    "option", OPTIONS if FULL else ["window", "few keys", "packed", "long packed", "block_mask"]
+    "option",
+    OPTIONS
+    if FULL
+    else ["window", "few keys", "packed", "long packed", "block_mask", "pages of 16"],
 )
 def test_options_compile(option: str):
     check(OPTIONS[option](), SPILLS.get(option, 0))
@@ -219,6 +237,17 @@ def test_packed_blocks_are_as_lean():
     )  # of each consumer a loop with masks and one without
     assert len(lengths) == 4
     assert lengths[1] <= INSTRUCTIONS[128]
+
+
+@pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")
+@pytest.mark.parametrize("size", [16, 64] if FULL else [16])
+def test_blocks_of_pages_are_as_lean(size: int):
+    """Consumers do not know of pages, and no register of theirs is moved for the producers."""
+    blocks = report(launch_of(*pages(size, causal=True))).blocks
+    lengths = sorted(block.length for block in blocks)
+    assert len(lengths) == 4
+    assert lengths[1] <= INSTRUCTIONS[128]
+    assert all(map(spills_nothing, blocks))
 
 
 @pytest.mark.skipif(TRITON_VERSION > (3, 6), reason="newer assemblers move registers about")

@@ -132,6 +132,26 @@ def test_dropout_is_for_whole_sequences(part: dict[str, Any]):
         assert sorted(with_dropout) == sorted(without + refused)
 
 
+CACHES: list[tuple[dict[str, Any], str]] = [
+    ({"page_size": 16}, ""),
+    ({"page_size": 528}, ""),
+    ({"page_size": 8}, "pages of 8 tokens (on this backend: multiples of 16)"),
+    ({"page_size": 16, "has_cache_rows": True}, "left pads of pages (not on this backend)"),
+    ({"page_size": 16, "spans": 1}, "a mask of spans over a cache (not on this backend)"),
+    ({"has_cache_rows": True}, ""),
+    ({"has_cache_rows": True, "needs_grad": True}, "gradients of a cache (not on this backend)"),
+    ({"layout": "packed_queries"}, ""),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CACHES, ids=str)
+def test_caches(change: dict[str, Any], reason: str):
+    problem = full(1029)._replace(**{"layout": "packed", **change})
+    found = unsupported_reasons(problem)
+    assert [x for x in found if x not in unsupported_reasons(full(1029))] == [reason][: reason > ""]
+    assert any("cache" in x for x in float8_reasons(problem))
+
+
 def refusals(**options: Any) -> list[str]:
     """The reasons against a call with these options, without those against a call with none."""
     q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16, device="meta")

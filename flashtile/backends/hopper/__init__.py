@@ -51,7 +51,9 @@ def defers(problem: AttentionProblem) -> bool:
     faster, or nobody has measured which ones are.
     """
     by_triton = problem.relative_distance is not None or problem.has_score_gradients
-    return by_triton or (is_latent(problem) and has_few_rows(problem))
+    if is_latent(problem):
+        return by_triton or has_few_rows(problem)
+    return by_triton or (plan.is_cached(problem) and plan.has_few_tiles(problem))
 
 
 def describe_plan(problem: AttentionProblem) -> str:

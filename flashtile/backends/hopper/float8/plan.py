@@ -9,7 +9,7 @@ import torch
 from ....lru import memoised
 from ....problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK, AttentionProblem, dtype_name
 from ...reasons import head_dim_step_reasons, shard_reasons
-from ..forward.plan import CONSUMER_ROWS, KernelConfig, Tile, plan, unsupported_reasons
+from ..forward.plan import CONSUMER_ROWS, KernelConfig, Tile, is_cached, plan, unsupported_reasons
 
 DTYPE = torch.float8_e4m3fn
 
@@ -58,6 +58,7 @@ def float8_reasons(problem: AttentionProblem) -> list[str]:
         "gradients": problem.needs_grad,
         "statistics": problem.has_statistics,
         "a score_mod that reads more than the score": problem.options.has_indexed_scores,
+        "pages, rows or left pads of a cache, or its packed queries": is_cached(problem),
         "a dense batch with lengths": problem.layout == "dense" and problem.has_lengths,
     }
     where = "not in float8 on this backend"

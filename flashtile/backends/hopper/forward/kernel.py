@@ -846,6 +846,14 @@ def send_work(number, count, channels, sizes, at, mask, cfg: gl.constexpr):
 # The producer
 
 
+@gluon.constexpr_function
+def producer_registers(cfg):
+    """More where a block is many copies: what the producer spills moves registers of consumers."""
+    if cfg.PAGE_SIZE == 0:
+        return 24
+    return 40 if cfg.PAGE_BOX < 32 and cfg.CONSUMERS == 2 else 32
+
+
 @gluon.jit
 def producer(q, k, v, counter_ptr, channels, sizes, at, mask, cfg: gl.constexpr):
     """Load all tiles of this program."""
@@ -891,13 +899,15 @@ def load_queries(q, count, channels, work, at, cfg: gl.constexpr):
     for c in gl.static_range(CONSUMERS):
         use = count * CONSUMERS + c
         row = work.start_q + work.m0 + c * CONSUMER_ROWS
-        load_tile(q, channels.q, use, batch, row, work.h, cfg.BLOCK_D, cfg.TAIL_D)
+        load_tile(q, channels.q, use, ((batch, row),), work.h, cfg.BLOCK_D, cfg.TAIL_D)
 
 
 @gluon.jit
 def load_blocks(k, v, i, channels, work, sizes, at, mask, cfg: gl.constexpr):
     """Load K and V of the tile; return the number of blocks so far."""
     batch = batch_of(work.b, at.cu_seqlens_k)
+    if at.cache_batch_idx is not None:
+        batch = gl.load(at.cache_batch_idx + work.b).to(gl.int32)
     head = work.h // sizes.group
     for j in range(work.end - work.begin):
         block = visited_block(j, work, cfg)
@@ -907,20 +917,55 @@ def load_blocks(k, v, i, channels, work, sizes, at, mask, cfg: gl.constexpr):
             row += gl.load(first_entry(number, sizes, mask, cfg) + entry_size(cfg) * block)
         else:
             row += block * cfg.BLOCK_N
-        load_tile(k, channels.k, i, batch, row, head, cfg.BLOCK_D, cfg.TAIL_D)
-        load_tile(v, channels.v, i, batch, row, head, cfg.BLOCK_DV, cfg.TAIL_DV)
+        boxes = ((batch, row),)
+        if cfg.PAGE_SIZE > 0:
+            boxes = boxes_in_pages(block, work, sizes, at, cfg)
+        load_tile(k, channels.k, i, boxes, head, cfg.BLOCK_D, cfg.TAIL_D)
+        load_tile(v, channels.v, i, boxes, head, cfg.BLOCK_DV, cfg.TAIL_DV)
         i += 1
     return i
 
 
 @gluon.jit
-def load_tile(x, channel, i, batch, row, head, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
-    """Start the copy of the rows from `row` into slot `i`; zeros outside of the tensor."""
-    BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + TAIL) // COLUMNS
+def boxes_in_pages(block, work, sizes, at, cfg: gl.constexpr):
+    """(page, row of it) of each box of a block of keys. Boxes past the end are copies of the last
+    one: the table need not have an entry for them.
+    """
+    COUNT: gl.constexpr = cfg.BLOCK_N // cfg.PAGE_BOX
+    OF_PAGE: gl.constexpr = cfg.PAGE_SIZE // cfg.PAGE_BOX
+    table = at.page_table + work.b.to(gl.int64) * sizes.total_k
+    last = (gl.maximum(work.N, 1) - 1) // cfg.PAGE_BOX
+    boxes = ()
+    for n in gl.static_range(COUNT):
+        box = gl.minimum(block * COUNT + n, last)
+        page = gl.load(table + box // OF_PAGE).to(gl.int32)
+        boxes += ((page, box % OF_PAGE * cfg.PAGE_BOX),)  # type: ignore[assignment]  # it grows
+    return boxes
+
+
+@gluon.jit
+def load_tile(x, channel, i, boxes, head, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
+    """Start the copy of `boxes`, (batch, first row) of each, into slot `i`, one below the other;
+    zeros outside of the tensor.
+    """
+    COUNT: gl.constexpr = len(boxes)
+    BYTES: gl.constexpr = COUNT * x.tiles.block_type.nbytes * (COLUMNS + TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES)
-    copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))
-    if TAIL > 0:
-        copy_to_shared(x.tails, [batch, row, head, COLUMNS], full, channel.tail(i))
+    for n in gl.static_range(COUNT):
+        batch, row = boxes[n]
+        tile = box_of(channel.tile(i), n, COUNT)
+        copy_to_shared(x.tiles, [batch, row, head, 0], full, tile)
+        if TAIL > 0:
+            tail = box_of(channel.tail(i), n, COUNT)
+            copy_to_shared(x.tails, [batch, row, head, COLUMNS], full, tail)
+
+
+@gluon.jit
+def box_of(tile, N: gl.constexpr, COUNT: gl.constexpr):
+    """Box N of the COUNT boxes of a tile."""
+    if COUNT > 1:
+        tile = tile.slice(N * (tile.shape[1] // COUNT), tile.shape[1] // COUNT, 1)
+    return tile
 
 
 # The kernel
@@ -960,4 +1005,5 @@ def forward_kernel(
             (producer, (q, k, v, counter_ptr, channels, sizes, at, mask, cfg)),
             (scheduler, (counter_ptr, channels, sizes, at, mask, cfg)),
         ],
+        producer_registers(cfg),
     )

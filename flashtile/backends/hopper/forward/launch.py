@@ -202,7 +202,9 @@ def common_arguments(
         "M": problem.M,
         "N": problem.N,
         "total_q": operands.q.shape[0],
-        "total_k": operands.k.shape[0],
+        "total_k": operands.k.shape[0]
+        if operands.page_table is None
+        else operands.page_table.shape[1],
         "heads": problem.Hq,
         "group": problem.group,
         "swizzle": swizzle_of(problem),
@@ -280,12 +282,13 @@ def descriptors(
     """
     of_keys = {"desc": config.BLOCK_D, "tail_desc": config.TAIL_D}
     of_values = {"desc": config.BLOCK_DV, "tail_desc": config.TAIL_DV}
+    keys = config.PAGE_BOX or config.BLOCK_N
     found: dict[str, TensorDescriptor | None] = {}
     for part in ("desc", "tail_desc"):
         for name, x, rows, columns in (
             ("q", q, CONSUMER_ROWS, of_keys[part]),
-            ("k", k, config.BLOCK_N, of_keys[part]),
-            ("v", v, config.BLOCK_N, of_values[part]),
+            ("k", k, keys, of_keys[part]),
+            ("v", v, keys, of_values[part]),
             ("o", out, CONSUMER_ROWS, of_values[part]),
         ):
             found[f"{name}_{part}"] = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from math import inf
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,13 @@ MAX_RUNS = 16
 
 # Intervals of a mask of spans. Each one needs registers in every thread.
 MOST_SPANS = 2
+
+# Rows of a page that a copy loads, at least: a block has several copies of the largest power of two
+# that divides both.
+LEAST_BOX = 16
+
+# Over a cache: tiles of queries, and rows of a key head in packed sequences.
+FEWEST_TILES, FEWEST_PACKED_ROWS = 64, 2048
 
 # With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
@@ -285,6 +292,8 @@ class KernelConfig:
     HAS_HIDDEN_KEYS: bool  # a key that no query sees may hold anything, see `schedule.Kept`
     HAS_STATISTICS: bool  # also the largest score of each row
     HAS_ENTROPY: bool  # and its entropy
+    PAGE_SIZE: int  # 0: not paged
+    PAGE_BOX: int  # rows of K or V that one copy loads from a page; 0 if not paged
 
 
 def unsupported_reasons(problem: AttentionProblem) -> list[str]:
@@ -293,6 +302,7 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     reasons += dtype_reasons(problem, DTYPES)
     reasons += head_dim_reasons(problem, MAX_HEAD_DIM)
     reasons += head_dim_step_reasons(problem, HEAD_DIM_STEP)
+    reasons += _page_reasons(problem)
     reasons += _part_reasons(problem)
     reasons += _dropout_reasons(problem)
     reasons += _span_reasons(problem)
@@ -324,11 +334,11 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
         "bias": problem.has_bias,
         "lists of keys": problem.has_key_index,
         "probabilities": problem.wants_probabilities,
-        "pages": problem.page_size > 0,
         "float8 keys and values": problem.has_float8_keys,
         "a negative window side": _has_negative_side(problem),
-        "a cache with packed queries": problem.layout == "packed_queries",
-        "left pads or rows of a cache": problem.has_cache_rows,
+        "gradients of a cache": is_cached(problem) and problem.needs_grad,
+        "a mask of spans over a cache": is_cached(problem) and problem.spans > 0,
+        "left pads of pages": problem.page_size > 0 and problem.has_cache_rows,
         "gradients of alibi_slopes on parts of sequences": (problem.runs > 0 or problem.is_partial)
         and problem.options.alibi_needs_grad,
         "gradients of a dense batch with lengths": problem.layout == "dense"
@@ -339,6 +349,30 @@ def _option_reasons(problem: AttentionProblem) -> list[str]:
     if problem.has_statistics and (problem.has_alibi or problem.options.score_mod):
         reasons.append("statistics with ALiBi, relative_bias or score_mod (not on this backend)")
     return reasons
+
+
+def is_cached(problem: AttentionProblem) -> bool:
+    """Whether the keys of a sequence are in pages, in any row of a cache or after a left pad, or
+    queries are packed and keys are not.
+    """
+    has_other_rows = problem.page_size > 0 or problem.has_cache_rows
+    return has_other_rows or problem.layout == "packed_queries"
+
+
+def has_few_tiles(problem: AttentionProblem) -> bool:
+    """Whether Triton's kernels, which split keys, are faster over a cache: tiles of queries would
+    leave most multiprocessors idle, or most of packed sequences may have few rows.
+    """
+    if problem.layout == "packed_queries":
+        return problem.M * problem.group < FEWEST_PACKED_ROWS
+    return problem.B * problem.Hq * -(-problem.M // plan(problem).BLOCK_M) < FEWEST_TILES
+
+
+def _page_reasons(problem: AttentionProblem) -> list[str]:
+    """Why the kernel cannot read pages."""
+    if problem.page_size % LEAST_BOX == 0:
+        return []
+    return [f"pages of {problem.page_size} tokens (on this backend: multiples of {LEAST_BOX})"]
 
 
 def _part_reasons(problem: AttentionProblem) -> list[str]:
@@ -487,6 +521,8 @@ def plan(problem: AttentionProblem) -> KernelConfig:
         HAS_HIDDEN_KEYS=problem.has_hidden_keys,
         HAS_STATISTICS=problem.has_statistics,
         HAS_ENTROPY=problem.has_statistics and problem.has_entropy,
+        PAGE_SIZE=problem.page_size,
+        PAGE_BOX=gcd(problem.page_size, tile.BLOCK_N) if problem.page_size else 0,
     )
 
 

@@ -64,7 +64,8 @@ def with_functions(config: Config, options: Options) -> Config:
 def sequences_of(operands: Operands) -> Sequences:
     """The lengths and positions of a call that are tensors."""
     lengths = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k
-    return Sequences(*map(at_boundary, (*lengths, operands.q_runs, operands.k_runs)))
+    cache = operands.page_table, operands.cache_batch_idx, operands.leftpad_k
+    return Sequences(*map(at_boundary, (*lengths, operands.q_runs, operands.k_runs, *cache)))
 
 
 _counters: Memo[tuple[int, int], Tensor] = Memo(256)

@@ -268,24 +268,27 @@ def _reduce_add(tensor_desc, coord, src, _semantic=None):
 add_to_global = getattr(tma, "async_atomic_add", None) or _reduce_add
 
 
-# Registers per thread of each of two or three consumers, and of the other roles.
-CONSUMER_REGISTERS = {2: 240, 3: 160}
-OTHER_REGISTERS = 24
+# Registers per thread of a consumer, by their number and the registers of the other roles. The
+# first consumer gets what the others leave.
+CONSUMER_REGISTERS = {(2, 24): 240, (2, 32): 240, (2, 40): 232, (3, 24): 160, (3, 32): 160}
 
 
 @builtin
-def run_roles(consumers, others, _semantic=None, _generator=None):
-    """Run roles, functions with their arguments: consumers, and others that have one warp.
+def run_roles(consumers, others, REGISTERS=24, _semantic=None, _generator=None):
+    """Run roles, functions with their arguments: consumers, and others that have one warp and
+    REGISTERS a thread.
 
     Triton parses a function anew for each number of warps, and gives the first role none; with one,
     what all consumers call is parsed once.
     """
     more, warps = len(consumers) - 1, _unwrap_if_constexpr(CONSUMER_WARPS)
+    of_other = _unwrap_if_constexpr(REGISTERS)
+    of_consumer = CONSUMER_REGISTERS[len(consumers), of_other]
     _generator.caller_context = GluonCallerContext(warps)
     gl.warp_specialize(
         [*consumers, *others],
         [warps] * more + [1] * len(others),
-        [CONSUMER_REGISTERS[len(consumers)]] * more + [OTHER_REGISTERS] * len(others),
+        [of_consumer] * more + [of_other] * len(others),
         _semantic=_semantic,
         _generator=_generator,
     )

@@ -49,6 +49,9 @@ class Sequences(NamedTuple):
     seqused_k: Tensor | None
     q_runs: Tensor | None = None  # (B, cfg.RUNS, 2), see `positions_of`
     k_runs: Tensor | None = None
+    page_table: Tensor | None = None  # (B, sizes.total_k)
+    cache_batch_idx: Tensor | None = None  # in the forward, as the next one
+    leftpad_k: Tensor | None = None
     tiles: Tensor | None = None  # the list of `packing_order` with cfg.IS_RAGGED, in the forward
 
 
@@ -59,7 +62,7 @@ class Sizes(NamedTuple):
     M: Any
     N: Any
     total_q: Any  # rows of a packed q
-    total_k: Any
+    total_k: Any  # with pages, the entries of a sequence in their table
     heads: Any
     group: Any  # query heads that share a key head
     swizzle: Any  # number of heads whose tiles run at the same time (head swizzle)
@@ -388,6 +391,9 @@ def work_of(tile, sizes, at, mask, cfg: gl.constexpr):
         m = m_tiles - 1 - m
     m0 = m * cfg.BLOCK_M
     start_k, N = sequence(b, at.cu_seqlens_k, at.seqused_k, sizes.total_k, sizes.N)
+    if at.leftpad_k is not None:
+        pad = gl.minimum(gl.maximum(gl.load(at.leftpad_k + b), 0), N)
+        start_k, N = start_k + pad, N - pad
     first_key = m * 0
     if cfg.HAS_LISTS:
         begin = m * 0
