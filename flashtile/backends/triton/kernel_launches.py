@@ -506,18 +506,19 @@ def column_sum_launch(
 ) -> Launch:
     """Add up the probabilities of each key; `lost` is what rounding took from `lse`."""
     q, k = map(with_adjacent_elements, operands[:2])
-    planned, registers = plan_with_functions(problem, has_aligned_rows(q, k)), None
-    config, warps, stages = planned.scores
+    planned = plan_with_functions(problem, has_aligned_rows(q, k))
+    chosen = planned.scores
     if problem.dtype != torch.float32 and problem.D <= 128:
-        warps, stages = 4, 2
+        chosen = chosen._replace(warps=4, stages=2)
         if planned.queries.config.HAS_WGMMA:
             # Each thread keeps its sums. Several programs share a multiprocessor: one multiplies
             # while others compute exponentials.
-            config = replace(config, BLOCK_M=64, BLOCK_N=64, HAS_DESCRIPTORS=True)
-            stages = 3
+            config = replace(chosen.config, BLOCK_M=64, BLOCK_N=64, HAS_DESCRIPTORS=True)
+            chosen = chosen._replace(config=config, stages=3)
             if config.BLOCK_D > 64 and not (problem.has_own_mask or problem.options.score_mod):
                 # Twice the keys, because every program reads all queries.
-                config, stages, registers = replace(config, BLOCK_N=128), 2, 168
+                config = replace(config, BLOCK_N=128)
+                chosen = chosen._replace(config=config, stages=2, registers=168)
     common = common_of(problem, operands)
     arguments = {
         **row_arguments(q=q, k=k),
@@ -526,9 +527,8 @@ def column_sum_launch(
         "lse_ptr": lse,
         "lost_ptr": lost,
     }
-    grid = (-(-problem.N // config.BLOCK_N), problem.B * problem.Hq)
-    kernel_plan = KernelPlan(config, warps, stages)
-    return _planned(column_sum_kernel, grid, arguments, kernel_plan)._replace(registers=registers)
+    grid = (-(-problem.N // chosen.config.BLOCK_N), problem.B * problem.Hq)
+    return _planned(column_sum_kernel, grid, arguments, chosen)
 
 
 # Score functions as functions of Triton, made from their programs.
