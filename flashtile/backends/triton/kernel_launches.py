@@ -515,8 +515,11 @@ def column_sum_launch(
             # while others compute exponentials.
             config = replace(chosen.config, BLOCK_M=64, BLOCK_N=64, HAS_DESCRIPTORS=True)
             chosen = chosen._replace(config=config, stages=3)
-            if config.BLOCK_D > 64 and not (problem.has_own_mask or problem.options.score_mod):
-                # Twice the keys, because every program reads all queries.
+            options = problem.options
+            is_windowed = options.window_left is not None
+            is_plain = not (problem.has_own_mask or options.score_mod or is_windowed)
+            if config.BLOCK_D > 64 and is_plain:
+                # Twice the keys, because every program reads all queries. Others would spill.
                 config = replace(config, BLOCK_N=128)
                 chosen = chosen._replace(config=config, stages=2, registers=168)
     common = common_of(problem, operands)
