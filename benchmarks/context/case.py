@@ -79,13 +79,13 @@ def _prepared(
     lengths: list[int],
     whole: Data,
     team: Team,
-    names: Sequence[str] = (ALONE, *PEERS),
+    only: Sequence[str] = (),
 ) -> tuple[dict[str, Running], dict[str, str]]:
     """The peers that find the right result, and why the others do not. This compiles kernels."""
     peers: dict[str, Running] = {}
     reasons: dict[str, str] = {}
     makers = {ALONE: lambda case, lengths: Ready(alone(case, lengths), None), **PEERS}
-    for name in names:
+    for name in only or makers:
         make = makers[name]
 
         def prepare(name: str = name, make: Any = make) -> None:
