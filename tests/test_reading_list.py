@@ -13,7 +13,7 @@ CEILINGS = {
     "triton/forward_pass.py": 6,
     "triton/backward_pass.py": 5,
     "hopper/forward/kernel.py": 4,
-    "hopper/backward/kernel.py": 8,
+    "hopper/backward/kernel.py": 7,
 }
 
 

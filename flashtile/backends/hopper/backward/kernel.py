@@ -78,7 +78,16 @@ from ..shared.pipeline import (
 )
 from ..shared.schedule import NUMBERS, Mask, batch_of, next_number
 from ..shared.softmax import Dropout, Score
-from .consumer import consumer, key_consumer, value_consumer
+from .consumer import (
+    consumer,
+    is_wide,
+    key_consumer,
+    make_halves,
+    make_pieces,
+    value_consumer,
+    wide_key_consumer,
+    wide_value_consumer,
+)
 from .dq import make_split_staging, make_staging, writer
 from .schedule import (
     KEY_WORK_NUMBERS,
@@ -92,7 +101,6 @@ from .schedule import (
     put_no_work,
     visited_block,
 )
-from .wide import is_wide, make_halves, make_pieces, wide_key_consumer, wide_value_consumer
 
 
 class Channels(NamedTuple):
