@@ -3,8 +3,8 @@
 A backend module has
 
 - ``HINTS``: the performance hints that it honours;
-- ``defers(problem) -> bool``: whether other backends that can run the problem come first; None if
-  they never do;
+- ``defers(problem) -> str``: why other backends that can run the problem come first, empty if they
+  do not; None if they never do;
 - ``unsupported_reasons(problem) -> list[str]``: plain sentences with the value and the limit; empty
   if the backend can run the problem;
 - ``describe_plan(problem) -> str``: what it would run, for `explain`;
@@ -73,7 +73,7 @@ class Backend(Protocol):
     """The interface of a backend's module."""
 
     HINTS: tuple[str, ...]
-    defers: Callable[[AttentionProblem], bool] | None
+    defers: Callable[[AttentionProblem], str] | None
 
     def unsupported_reasons(self, problem: AttentionProblem) -> list[str]:
         """Why this backend cannot run `problem`."""

@@ -107,8 +107,9 @@ def _explanation(call: Checked) -> Explanation:
         backend = dispatch.BACKENDS[name]
         reasons = backend.unsupported_reasons(problem)
         plan = "" if reasons else backend.describe_plan(problem)
-        if plan and backend.defers is not None and backend.defers(problem):
-            plan = f'after the other backends, unless backend="{name}" is given\n{plan}'
+        why = backend.defers(problem) if plan and backend.defers is not None else ""
+        if why:
+            plan = f'after the other backends, unless backend="{name}" is given: {why}\n{plan}'
         verdicts.append(Verdict(name, reasons, plan))
     return Explanation(
         problem,

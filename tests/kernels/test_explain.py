@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -405,3 +406,55 @@ def test_numbers_that_a_relative_bias_would_displace(monkeypatch: pytest.MonkeyP
     call = call._replace(device_type="cuda", capability=(9, 0))
     with pytest.raises(NotImplementedError, match="with a score_mod that captures numbers"):
         dispatch.select(call, "hopper")
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "new", "keys", "options", "is_split"),
+    [
+        (1, 32, 70, 32768, {}, True),  # measured: 160 us, and 412 on Hopper
+        (1, 32, 128, 4096, {}, True),
+        (3, 16, 65, 9000, {"softcap": 30.0}, True),
+        (1, 8, 129, 32768, {}, False),  # Triton does not split keys
+        (1, 32, 70, 32768, {"num_splits": 1}, False),
+        (1, 32, 70, 4095, {}, False),
+        (1, 32, 70, 32768, {"window_size": (8192, 0)}, False),
+        (2, 32, 70, 32768, {}, False),  # 64 tiles
+        (4, 32, 512, 8192, {}, False),  # measured
+        (1, 32, 2048, 32768, {}, False),  # measured
+    ],
+)
+def test_few_tiles_of_queries_on_many_keys_are_tritons(
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    heads: int,
+    new: int,
+    keys: int,
+    options: dict[str, Any],
+    is_split: bool,
+):
+    """Where its kernels split keys; over rows of a cache, in a dense batch and in a packed one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
+    clear_caches()
+    make = partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+    with FakeTensorMode():
+        q, cache = make(batch, new, heads, 128), make(batch, keys, 8, 128)
+        used = torch.empty(batch, dtype=torch.int32, device="cuda")
+        starts = torch.empty(batch + 1, dtype=torch.int32, device="cuda")
+        dense = partial(flashtile.explain, causal=True, **options)
+        flat = [x.flatten(0, 1) for x in (q, cache, cache)]
+        reports = [
+            dense(flashtile.attention_with_kvcache, q, cache, cache, cache_seqlens=used),
+            dense(q, cache, cache),
+            dense(flashtile.attention_varlen, *flat, starts, starts, new, keys),
+        ]
+        trained = dense(q.requires_grad_(), cache, cache)
+    assert trained.chosen == "hopper"
+    why = 'unless backend="hopper" is given: fewer than 64 tiles of queries'
+    for report in reports:
+        assert report.chosen == ("triton" if is_split else "hopper")
+        assert (why in str(report)) == is_split
+        if is_split:
+            split = plan.plan(report.problem, True).split.config
+            assert plan.splits_of(report.problem, split, 132, batch * new) > 1

@@ -46,14 +46,15 @@ def unsupported_reasons(problem: AttentionProblem) -> list[str]:
     return reasons + plan.unsupported_reasons(problem) + backward_reasons(problem)
 
 
-def defers(problem: AttentionProblem) -> bool:
-    """Whether Triton's kernels come first: they keep the differences of huge relative biases, are
-    faster, or nobody has measured which ones are.
-    """
-    by_triton = problem.relative_distance is not None or problem.has_score_gradients
+def defers(problem: AttentionProblem) -> str:
+    """Why Triton's kernels come first; empty if they do not."""
+    if problem.relative_distance is not None:
+        return "here huge relative biases would lose their differences"
+    if problem.has_score_gradients:
+        return "gradients of what scores read were not timed here"
     if is_latent(problem):
-        return by_triton or has_few_rows(problem)
-    return by_triton or (plan.is_cached(problem) and plan.has_few_tiles(problem))
+        return "most rows of a tile would be padding" if has_few_rows(problem) else ""
+    return plan.few_tiles(problem)
 
 
 def describe_plan(problem: AttentionProblem) -> str:

@@ -44,8 +44,13 @@ MOST_SPANS = 2
 # that divides both.
 LEAST_BOX = 16
 
-# Over a cache: tiles of queries, and rows of a key head in packed sequences.
+# Tiles of queries, half as many as multiprocessors; over a cache, rows of a key head in packed
+# sequences.
 FEWEST_TILES, FEWEST_PACKED_ROWS = 64, 2048
+
+# Triton's kernels split the KV loop of up to so many queries. On an H200, 70 queries of 32 heads on
+# 32,768 keys took them 160 us, the kernel here 412. Merging takes as long as about 1,000 keys here.
+MOST_SPLIT_QUERIES, FEWEST_SPLIT_KEYS = 128, 4096
 
 # With fewer queries, most of a tile would be empty.
 FEWEST_QUERIES = 65
@@ -359,13 +364,30 @@ def is_cached(problem: AttentionProblem) -> bool:
     return has_other_rows or problem.layout == "packed_queries"
 
 
-def has_few_tiles(problem: AttentionProblem) -> bool:
-    """Whether Triton's kernels, which split keys, are faster over a cache: tiles of queries would
-    leave most multiprocessors idle, or most of packed sequences may have few rows.
+def few_tiles(problem: AttentionProblem) -> str:
+    """Why Triton's kernels are faster, if they are: tiles of queries would leave most
+    multiprocessors idle, over a cache or where those kernels split keys, or most of packed
+    sequences over a cache may have few rows.
     """
     if problem.layout == "packed_queries":
-        return problem.M * problem.group < FEWEST_PACKED_ROWS
-    return problem.B * problem.Hq * -(-problem.M // plan(problem).BLOCK_M) < FEWEST_TILES
+        has_few_rows = problem.M * problem.group < FEWEST_PACKED_ROWS
+        return f"fewer than {FEWEST_PACKED_ROWS} rows of a key head" if has_few_rows else ""
+    if not is_cached(problem) and not _is_split_by_triton(problem):
+        return ""
+    BLOCK_M = tile_of(problem).consumers * CONSUMER_ROWS
+    has_few = problem.B * problem.Hq * -(-problem.M // BLOCK_M) < FEWEST_TILES
+    return f"fewer than {FEWEST_TILES} tiles of queries" if has_few else ""
+
+
+def _is_split_by_triton(problem: AttentionProblem) -> bool:
+    """Whether Triton's kernels split the KV loop of a forward, and it is so long that this pays."""
+    if problem.M > MOST_SPLIT_QUERIES or problem.dtype not in DTYPES:
+        return False
+    options = problem.options
+    is_whole = not (problem.needs_grad or problem.has_statistics or problem.is_partial)
+    is_bounded = options.window_left is not None or options.attention_chunk > 0
+    is_long = problem.N >= FEWEST_SPLIT_KEYS and not is_bounded and not problem.has_own_mask
+    return is_whole and problem.runs == 0 and is_long and options.num_splits != 1
 
 
 def _page_reasons(problem: AttentionProblem) -> list[str]:
