@@ -19,6 +19,7 @@ from . import small_calls, targets
 from .ahead import compile_ahead
 from .context import run as context
 from .markdown import page
+from .measure import default_device
 from .peers import FAILED, PEERS
 from .plots import draw
 from .presets import PRESETS, SEED, preset_cases
@@ -217,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.preset in CPU_TARGETS:
         args.device = "cpu"
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or default_device()
     if args.preset in PRESETS and device == "cpu" and not args.device:
         print(f"--preset {args.preset} wants a GPU; --device cpu insists", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ import torch
 
 from flashtile.cli.timing import Call, Timing, interleave
 
-from .measure import HostTimer
+from .measure import HostTimer, default_device
 from .peers import PEERS
 from .presets import plain_case
 from .shapes import Case, make_inputs
@@ -44,7 +44,7 @@ def measure(case: Case, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     for head_dim, length in ((64, 128), (64, 1024), (128, 512)):
         case = plain_case(head_dim, length, causal=True)
         print(f"{length} tokens, head dim {head_dim}")

@@ -10,12 +10,10 @@ FlashAttention-2, whose bits depend on the batch, and which cannot decode so.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtile import attention, attention_with_kvcache
-from flashtile.cli.machine import provenance
 from flashtile.cli.timing import Timing, interleave, timer_for
 
+from .command import Command
 from .measure import captured
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 16384, 32, 8, 128
@@ -33,7 +31,7 @@ CASES = (
     *(f"{way} {length}" for way in ("forward", "backward") for length in (1024, 4096, 16384)),
     *(f"decode {batch} x {length}" for length in (4096, 16384) for batch in (1, 16, 64)),
 )
-COLUMNS = ("case", "call", "median_ms", "ratio")
+COLUMNS = {"case": 18, "call": 16, "median_ms": 9, "ratio": 7}
 FREE: dict[str, dict[str, Any]] = {
     "free": {},
     "free, triton": {"backend": "triton"},
@@ -78,40 +76,25 @@ def decoding(batch: int, length: int, device: str) -> Calls:
     }
 
 
-def measure(case: str, device: str, budget_ms: float) -> list[dict[str, str]]:
-    """A line for each call of a case."""
-    kind, size, *rest = case.split()
-    if kind == "decode":
-        calls = decoding(int(size), int(rest[-1]), device)
-    else:
-        calls = training(int(size), kind == "backward", device)
-    samples = interleave(calls, timer_for(device), budget_ms=budget_ms)
-    medians = {name: Timing.of(found).median_ms for name, found in samples.items()}
-    rows = ((case, n, f"{x:.4f}", f"{x / medians['free']:.3f}") for n, x in medians.items())
-    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """A line for each call of each case."""
+    for case in args.cases:
+        kind, size, *rest = case.split()
+        if kind == "decode":
+            calls = decoding(int(size), int(rest[-1]), args.device)
+        else:
+            calls = training(int(size), kind == "backward", args.device)
+        samples = interleave(calls, timer_for(args.device), budget_ms=args.budget)
+        medians = {name: Timing.of(found).median_ms for name, found in samples.items()}
+        for name, ms in medians.items():
+            yield case, name, f"{ms:.4f}", f"{ms / medians['free']:.3f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--budget", type=float, default=400.0, help="milliseconds for a case")
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
-    lines = []
-    for case in args.cases:
-        found = measure(case, "cuda", args.budget)
-        for line in found:
-            print("{:18} {:16} {:>9} ms {:>7}".format(*line.values()), flush=True)
-        lines += found
-    if args.csv:
-        here = provenance("cuda", " ".join(["python -m benchmarks.batch_invariance", *argv]))
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**line, **here} for line in lines)
-    return 0
+    command = Command("batch_invariance", __doc__, budget_ms=400.0)
+    command.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    return command.run(argv, COLUMNS, measure)
 
 
 if __name__ == "__main__":

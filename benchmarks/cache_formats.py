@@ -12,36 +12,27 @@ in CUDA graphs; the speed is that over a bfloat16 cache divided by it.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flashtile import CacheFormat, attention_with_kvcache, cache_formats
-from flashtile.cli.machine import provenance
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.testing import attention_reference
 
+from .command import Command
 from .fp8_accuracy import inputs
 from .measure import captured
 
 HEAD_DIM, KEYS, QUERIES = 128, 2048, 256
 BATCH, CACHED, HEADS, KV_HEADS = 16, 65536, 32, 8
-COLUMNS = (
-    "format",
-    "bytes",
-    "normal",
-    "outliers",
-    "decode_ms",
-    "speed",
-    "by_head_ms",
-    "by_head_speed",
-)
+ERRORS = {"normal": 9, "outliers": 9}
+TIMES = {"decode_ms": 9, "speed": 6, "by_head_ms": 10, "by_head_speed": 13}
+COLUMNS = {"format": 30, "bytes": 5, **ERRORS, **TIMES}
 FORMATS: dict[str, CacheFormat | None] = {
     "bfloat16": None,
     "e5m2": cache_formats.e5m2(HEAD_DIM),
@@ -88,37 +79,22 @@ def times(names: Sequence[str], budget_ms: float, by_head: bool) -> dict[str, fl
     return {name: Timing.of(found).median_ms for name, found in samples.items()}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print and write a line for each format."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=4, help="draws (default: %(default)s)")
-    parser.add_argument(
-        "--budget", type=float, default=2000.0, help="milliseconds for all times (default: 2000)"
-    )
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
+def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """A line for each format."""
     orders = (False, True) if args.device == "cuda" else ()
     found = [times(list(FORMATS), args.budget, by_head) for by_head in orders]
-    lines = []
     for name, cache_format in FORMATS.items():
         size = 2 * HEAD_DIM if cache_format is None else cache_format.bytes_per_row
         errors = (error(cache_format, x, args.seeds, args.device) for x in (0.0, 0.001))
         ms = [x for y in found for x in (f"{y[name]:.4f}", f"{y['bfloat16'] / y[name]:.2f}")]
-        ms = ms or [""] * 4
-        lines.append(
-            dict(zip(COLUMNS, (name, size, *(f"{x:.3g}" for x in errors), *ms), strict=True))
-        )
-        row = "{:30} {:>4} {:>9} {:>9} {:>9} {:>6} {:>9} {:>6}"
-        print(row.format(*lines[-1].values()), flush=True)
-    if args.csv:
-        here = provenance(args.device, " ".join(["python -m benchmarks.cache_formats", *argv]))
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**line, **here} for line in lines)
-    return 0
+        yield name, size, *(f"{x:.3g}" for x in errors), *(ms or [""] * len(TIMES))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write a line for each format."""
+    command = Command("cache_formats", __doc__, device="cpu", budget_ms=2000.0)
+    command.integer("--seeds", 4, "draws")
+    return command.run(argv, COLUMNS, measure)
 
 
 if __name__ == "__main__":

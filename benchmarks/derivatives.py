@@ -10,15 +10,13 @@ has the first derivative in forward mode. A number is the median wall time, unti
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,11 +26,13 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
-from flashtile.cli.machine import provenance
 from flashtile.cli.timing import Timing, interleave
-from flashtile.problem import dtype_name
 
-COLUMNS = ("tokens", "heads", "head_dim", "dtype", "library", "pass", "median_ms", "peak_mib")
+from .command import Command
+from .measure import peak_bytes, wall_timer
+
+SIZES = {"tokens": 8, "heads": 6, "head_dim": 9, "dtype": 9}
+COLUMNS = {**SIZES, "library": 20, "pass": 16, "median_ms": 10, "peak_mib": 14}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -82,92 +82,41 @@ def run(name: str, attend: Attend, x: Sequence[Tensor], directions: Sequence[Ten
             assert forward_ad.unpack_dual(out).tangent is not None
 
 
-def wall_timer(device: str) -> Callable[[Callable[[], object]], float]:
-    """Milliseconds until the device is done."""
-
-    def wait() -> None:
-        if device != "cpu":
-            torch.cuda.synchronize()
-
-    def timer(call: Callable[[], object]) -> float:
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        return (time.perf_counter() - start) * 1e3
-
-    return timer
-
-
 def peak_mib(call: Callable[[], object], device: str) -> str:
-    """What a call allocates at most; "" on a CPU, "out of memory" if that is too much."""
-    if device == "cpu":
-        return ""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    """What a call allocates at most, or "out of memory"."""
     try:
-        call()
-        torch.cuda.synchronize()
+        return f"{peak_bytes(call, device) / 2**20:.0f}"
     except torch.OutOfMemoryError:
         return "out of memory"
-    return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f}"
 
 
-def measure(
-    tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: str, budget_ms: float
-) -> Iterator[dict[str, Any]]:
-    """The lines of one size."""
-    shape = (1, tokens, heads, head_dim)
-    x, directions = (
-        [torch.randn(shape, dtype=dtype, device=device) for _ in "qkv"] for _ in range(2)
-    )
-    calls = {
-        (library, name): partial(run, name, attend, x, directions)
-        for library, attend, passes in libraries(device)
-        for name in passes
-    }
-    peaks = {key: peak_mib(call, device) for key, call in calls.items()}
-    fit = {key: call for key, call in calls.items() if peaks[key] != "out of memory"}
-    names = {" ".join(key): key for key in fit}
-    samples = interleave(
-        {name: fit[key] for name, key in names.items()}, wall_timer(device), budget_ms=budget_ms
-    )
-    medians = {key: Timing.of(samples[name]).median_ms for name, key in names.items()}
-    for key in calls:
-        ms = f"{medians[key]:.3f}" if key in medians else ""
-        values = tokens, heads, head_dim, dtype_name(dtype), *key, ms, peaks[key]
-        yield dict(zip(COLUMNS, values, strict=True))
+def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """The lines."""
+    for dtype, tokens in product(args.dtype, args.tokens):
+        shape = (1, tokens, args.heads, args.head_dim)
+        make = partial(torch.randn, shape, dtype=getattr(torch, dtype), device=args.device)
+        x, directions = ([make() for _ in "qkv"] for _ in range(2))
+        calls = {
+            (library, name): partial(run, name, attend, x, directions)
+            for library, attend, passes in libraries(args.device)
+            for name in passes
+        }
+        peaks = {key: peak_mib(call, args.device) for key, call in calls.items()}
+        fit = {key: call for key, call in calls.items() if peaks[key] != "out of memory"}
+        samples = interleave(fit, wall_timer(args.device), budget_ms=args.budget)
+        for key in calls:
+            ms = f"{Timing.of(samples[key]).median_ms:.3f}" if key in samples else ""
+            yield tokens, args.heads, args.head_dim, dtype, *key, ms, peaks[key]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--budget", type=float, default=1000, help="milliseconds for a size")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
-    form = "{:>8} {:>6} {:>9} {:>9} {:>20} {:>16} {:>10} {:>14}"
-    print(form.format(*COLUMNS))
-    lines = []
-    for dtype in args.dtype:
-        for tokens in args.tokens:
-            sizes = tokens, args.heads, args.head_dim, getattr(torch, dtype)
-            for line in measure(*sizes, args.device, args.budget):
-                print(form.format(*line.values()), flush=True)
-                lines.append(line)
-    if args.csv:
-        here = provenance(args.device, " ".join(["python -m benchmarks.derivatives", *argv]))
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**line, **here} for line in lines)
-    return 0
+    command = Command("derivatives", __doc__, budget_ms=1000.0)
+    command.integer("--tokens", (1024, 4096, 16384), "lengths of the sequence")
+    command.integer("--heads", 16, "heads of q, k and v")
+    command.integer("--head-dim", 64, "size of a head")
+    command.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    return command.run(argv, COLUMNS, measure)
 
 
 if __name__ == "__main__":

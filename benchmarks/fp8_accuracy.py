@@ -11,13 +11,10 @@ against float64. One head, 4,096 keys; fewer queries, which affects only the spr
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
 import sys
-from collections.abc import Callable
-from datetime import date
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +27,11 @@ from flashtile.quantize import rotation
 from flashtile.quantize.tensors import rows_of
 from flashtile.testing import attention_reference, generator, normal
 
+from .command import Command
+
 HEAD_DIMS = (64, 128, 256)
+FOUND = {"head_dim": 8, "scheme": 36, "rmse": 9, "spread": 8}
+COLUMNS = {**FOUND, "queries": 7, "keys": 7, "seeds": 5}
 NONE: dict[str, Any] = {"scales": "tensor", "hadamard": False}
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
@@ -105,55 +106,32 @@ def errors(scheme: Attend, runs: list[tuple[list[Tensor], Tensor]], device: str)
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    for name, default, meaning in (
-        ("--queries", 1024, "length of the queries, in tokens"),
-        ("--keys", 4096, "length of the keys, in tokens"),
-        ("--seeds", 24, "random inputs for each head dim"),
-    ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
-        )
-    parser.add_argument(
-        "--head-dim",
-        type=int,
-        nargs="+",
-        default=HEAD_DIMS,
-        metavar="N",
-        help="sizes of a head, in elements (default: 64 128 256)",
-    )
-    parser.add_argument(
-        "--schemes",
-        nargs="+",
-        choices=SCHEMES,
-        default=SCHEMES,
-        metavar="NAME",
-        help=f"ways to quantize, of {', '.join(map(repr, SCHEMES))} (default: all)",
-    )
-    parser.add_argument("--csv", type=Path, default=None, help="CSV file to write (default: none)")
-    chosen = parser.parse_args()
-    rows = []
-    for head_dim in chosen.head_dim:
+def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """A line for each scheme at each head dim."""
+    for head_dim in args.head_dim:
         runs = []
-        for seed in range(chosen.seeds):
-            qkv = inputs(seed, chosen.queries, chosen.keys, head_dim)
+        for seed in range(args.seeds):
+            qkv = inputs(seed, args.queries, args.keys, head_dim)
             runs.append((qkv, attention_reference(*qkv).out))
-        for name in chosen.schemes:
-            found = errors(SCHEMES[name], runs, chosen.device)
+        for name in args.schemes:
+            found = errors(SCHEMES[name], runs, args.device)
             mean, spread = statistics.mean(found), statistics.pstdev(found)
-            print(f"{head_dim:4d}  {name:36s} {mean:.2e} +- {spread:.1e}", flush=True)
-            rows.append((head_dim, name, f"{mean:.4g}", f"{spread:.2g}"))
-    if chosen.csv is not None:
-        how = (chosen.device, chosen.queries, chosen.keys, chosen.seeds)
-        versions = (date.today().isoformat(), torch.__version__)
-        with chosen.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            measured = ("head_dim", "scheme", "rmse", "spread")
-            writer.writerow((*measured, "device", "queries", "keys", "seeds", "date", "torch"))
-            writer.writerows((*row, *how, *versions) for row in rows)
-    return 0
+            how = args.queries, args.keys, args.seeds
+            yield head_dim, name, f"{mean:.4g}", f"{spread:.2g}", *how
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write the errors."""
+    command = Command("fp8_accuracy", __doc__, device="cpu")
+    command.integer("--queries", 1024, "length of the queries, in tokens")
+    command.integer("--keys", 4096, "length of the keys, in tokens")
+    command.integer("--seeds", 24, "random inputs for each head dim")
+    command.integer("--head-dim", HEAD_DIMS, "sizes of a head, in elements")
+    meaning = f"ways to quantize, of {', '.join(map(repr, SCHEMES))} (default: all)"
+    command.add_argument(
+        "--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME", help=meaning
+    )
+    return command.run(argv, COLUMNS, measure)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.cli.timing import Call, Timing, interleave, timer_for
+from flashtile.cli.timing import Call, Timer, Timing, cpu_timer, interleave, timer_for
 
 
 class HostTimer:
@@ -34,6 +34,26 @@ class HostTimer:
         took = time.perf_counter() - start
         self.wait()
         return took / self.BURST * 1e3
+
+
+def default_device() -> str:
+    """The GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wall_timer(device: str) -> Timer:
+    """Milliseconds of the wall clock until the device is done."""
+    if torch.device(device).type == "cpu":
+        return cpu_timer
+
+    def timer(call: Call) -> float:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) * 1e3
+
+    return timer
 
 
 @lru_cache

@@ -32,6 +32,7 @@ from contextlib import contextmanager
 import torch
 
 from .compare_trees.jobs import jobs_of
+from .measure import default_device
 from .peers import PEERS, failures_of
 from .prepared import DIFFERENTIATED, Skip
 from .shapes import Case, make_inputs
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
         default=("forward", "backward"),
     )  # fmt: skip
     args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     for case in (find_case(args.name, number) for number in args.numbers):
         inputs = make_inputs(case, device)
         for peer in args.peers:

@@ -10,26 +10,27 @@ line take turns in random order; a number is the median time of the step.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaModel
 
 from flashtile import fold
-from flashtile.cli.machine import provenance
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.integrations.transformers import register
 
+from .command import Command
+
 SIZES = ("answers", "prompt", "answer", "tokens_separately", "tokens_as_tree")
-COLUMNS = (*SIZES, "separately_ms", "as_tree_ms", "speedup")
+COLUMNS = dict.fromkeys((*SIZES, "separately_ms", "as_tree_ms", "speedup"), 18)
 
 
-def measure(model: LlamaModel, answers: int, prompt: int, answer: int, budget_ms: float) -> dict:
+def measure(
+    model: LlamaModel, answers: int, prompt: int, answer: int, budget_ms: float
+) -> tuple[object, ...]:
     """The medians of a step with this many answers."""
     device = next(model.parameters()).device
     size = model.config.vocab_size
@@ -48,24 +49,12 @@ def measure(model: LlamaModel, answers: int, prompt: int, answer: int, budget_ms
     steps = {"separately": step(input_ids=texts), "tree": step(**row, rollouts=folded)}
     samples = interleave(steps, timer_for(device.type), budget_ms=budget_ms)
     separately, tree = (Timing.of(samples[name]).median_ms for name in steps)
-    values = answers, prompt, answer, texts.numel(), len(folded.tokens)
     times = f"{separately:.2f}", f"{tree:.2f}", f"{separately / tree:.2f}"
-    return dict(zip(COLUMNS, (*values, *times), strict=True))
+    return answers, prompt, answer, texts.numel(), len(folded.tokens), *times
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print and write the medians."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--answers", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt")
-    parser.add_argument("--answer", type=int, default=512, help="tokens of each answer")
-    parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the model")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--budget", type=float, default=3000, help="milliseconds for a line")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
+def measure_all(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """A line for each number of answers."""
     heads = max(args.hidden // 64, 4)
     config = LlamaConfig(
         vocab_size=32000,
@@ -77,19 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     model = LlamaModel(config).to(args.device, torch.bfloat16).train()
     model.set_attn_implementation(register())
-    print(("{:>18} " * len(COLUMNS)).format(*COLUMNS))
-    lines = []
     for answers in args.answers:
-        line = measure(model, answers, args.prompt, args.answer, args.budget)
-        print(("{:>18} " * len(COLUMNS)).format(*line.values()), flush=True)
-        lines.append(line)
-    if args.csv:
-        here = provenance(args.device, " ".join(["python -m benchmarks.rollouts", *argv]))
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**line, **here} for line in lines)
-    return 0
+        yield measure(model, answers, args.prompt, args.answer, args.budget)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write the medians."""
+    command = Command("rollouts", __doc__, budget_ms=3000.0)
+    command.integer("--answers", (8, 16, 32, 64), "answers to the prompt")
+    command.integer("--prompt", 2048, "tokens of the prompt")
+    command.integer("--answer", 512, "tokens of each answer")
+    command.integer("--hidden", 2048, "hidden size of the model")
+    command.integer("--layers", 4, "layers of the model")
+    return command.run(argv, COLUMNS, measure_all)
 
 
 if __name__ == "__main__":

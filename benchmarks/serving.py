@@ -14,22 +14,20 @@ host. The loops take turns, and medians are reported.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import random
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from examples.demo.serve import Request, Server
-from flashtile.cli.machine import provenance
+from flashtile.cli.timing import Timing, cpu_timer, interleave
 from flashtile.integrations.transformers import register
+
+from .command import Command
+from .measure import default_device
 
 # LlamaConfig of SmolLM2-135M.
 SMOLLM2: dict[str, Any] = {
@@ -43,6 +41,9 @@ SMOLLM2: dict[str, Any] = {
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
+SUBJECT = {"loop": 24, "requests": 8, "cache": 8}  # as `Case` has them
+FOUND = {"tokens_per_second": 17, "ratio": 6, "same_tokens": 11}
+COLUMNS = {**SUBJECT, **FOUND, "prompt": 6, "tokens": 6, "layers": 6, "rounds": 6}
 
 
 class EagerServer(Server):
@@ -128,60 +129,30 @@ def loops(
     return found
 
 
+def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """A line for each loop."""
+    register()
+    timed = loops(model_of(args.layers, args.device), args.prompt, args.tokens, args.requests)
+    made = {case: loop() for case, loop in timed.items()}  # compiles kernels
+    samples = interleave(timed, cpu_timer, budget_ms=0, min_rounds=args.rounds)
+    medians = {case: Timing.of(found).median_ms for case, found in samples.items()}
+    for case, ms in medians.items():
+        base = case._replace(loop="transformers, sdpa")
+        speed = case.requests * args.tokens / ms * 1e3
+        same = sum(a == b for a, b in zip(made[case], made[base], strict=True))
+        size = args.prompt, args.tokens, args.layers, args.rounds
+        yield *case, f"{speed:.4g}", f"{medians[base] / ms:.4g}", same, *size
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    for name, default, meaning in (
-        ("--prompt", 128, "tokens of the longest prompt"),
-        ("--tokens", 128, "tokens to generate"),
-        ("--layers", 30, "layers of the model"),
-        ("--rounds", 5, "how often each loop runs"),
-    ):
-        help = f"{meaning} (default: {default})"
-        parser.add_argument(name, type=int, default=default, metavar="N", help=help)
-    parser.add_argument(
-        "--requests",
-        type=int,
-        nargs="+",
-        default=[1, 8],
-        metavar="N",
-        help="how many requests are answered together (default: 1 8)",
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
-    register()
-    model = model_of(args.layers, args.device)
-    timed = loops(model, args.prompt, args.tokens, args.requests)
-    made = {case: loop() for case, loop in timed.items()}  # compiles kernels
-    seconds: dict[Case, list[float]] = {case: [] for case in timed}
-    for _ in range(args.rounds):
-        for case in random.sample(list(timed), len(timed)):
-            start = time.perf_counter()
-            timed[case]()
-            seconds[case].append(time.perf_counter() - start)
-    rows = []
-    for case, found in seconds.items():
-        base = case._replace(loop="transformers, sdpa")
-        median = statistics.median(found)
-        ratio = statistics.median(seconds[base]) / median
-        speed = case.requests * args.tokens / median
-        same = sum(a == b for a, b in zip(made[case], made[base], strict=True))
-        rows.append((*case, f"{speed:.4g}", f"{ratio:.4g}", same))
-        print(
-            f"{case.loop:24} {case.requests:3} {case.cache:8} {speed:8.1f} tokens/s  "
-            f"{ratio:5.2f} x  {same} of {case.requests * args.tokens} tokens as with sdpa"
-        )
-    if args.csv:
-        columns = (*Case._fields, "tokens_per_second", "ratio", "same_tokens")
-        here = provenance(args.device, " ".join(["python -m benchmarks.serving", *argv]))
-        size = {name: getattr(args, name) for name in ("prompt", "tokens", "layers", "rounds")}
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow((*columns, *size, *here))
-            writer.writerows((*row, *size.values(), *here.values()) for row in rows)
-    return 0
+    command = Command("serving", __doc__, device=default_device())
+    command.integer("--prompt", 128, "tokens of the longest prompt")
+    command.integer("--tokens", 128, "tokens to generate")
+    command.integer("--layers", 30, "layers of the model")
+    command.integer("--rounds", 5, "how often each loop runs")
+    command.integer("--requests", (1, 8), "how many requests are answered together")
+    return command.run(argv, COLUMNS, measure)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,24 @@ without. With `--triton` the Triton kernels run the spans too.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import Spans, attention, attention_varlen
-from flashtile.cli.machine import provenance
 from flashtile.cli.timing import Timing, interleave, timer_for
+
+from .command import Command
 
 TOKENS, HIDDEN = 16384, 2048
 CASES = ("causal 1k", "causal 4k", "causal 16k", "documents 2k", "documents of all lengths")
-COLUMNS = ("case", "head_dim", "pass", "call", "median_ms", "ratio")
+SUBJECT = {"case": 26, "head_dim": 8, "pass": 9}
+COLUMNS = {**SUBJECT, "call": 14, "median_ms": 9, "ratio": 7}
 
 
 def calls_of(case: str, device: str) -> tuple[int, dict[str, Any]]:
@@ -49,7 +50,9 @@ def calls_of(case: str, device: str) -> tuple[int, dict[str, Any]]:
     return 1, {"varlen": (attention_varlen, given), "spans": (attention, {"mask": mask})}
 
 
-def measure(case: str, head_dim: int, backward: bool, triton: bool, device: str) -> list[dict]:
+def measure(
+    case: str, head_dim: int, backward: bool, triton: bool, device: str
+) -> Iterator[tuple[object, ...]]:
     """A line for each call of a case."""
     batch, calls = calls_of(case, device)
     if triton:
@@ -77,38 +80,24 @@ def measure(case: str, head_dim: int, backward: bool, triton: bool, device: str)
     medians = {name: Timing.of(found).median_ms for name, found in samples.items()}
     base = next(iter(medians.values()))
     direction = "backward" if backward else "forward"
-    rows = (
-        (case, head_dim, direction, name, f"{x:.4f}", f"{x / base:.3f}")
-        for name, x in medians.items()
-    )
-    return [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    for name, ms in medians.items():
+        yield case, head_dim, direction, name, f"{ms:.4f}", f"{ms / base:.3f}"
+
+
+def measure_all(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """The lines of all cases."""
+    for direction, head_dim, case in product(args.passes, args.head_dim, args.cases):
+        yield from measure(case, head_dim, direction == "backward", args.triton, args.device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="D")
-    parser.add_argument("--pass", dest="passes", nargs="+", default=["forward", "backward"])
-    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--triton", action="store_true", help="the Triton kernels too")
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
-    lines = []
-    for direction in args.passes:
-        for head_dim in args.head_dim:
-            for case in args.cases:
-                found = measure(case, head_dim, direction == "backward", args.triton, "cuda")
-                for line in found:
-                    print("{:26} {:>4} {:9} {:14} {:>9} ms {:>7}".format(*line.values()))
-                lines += found
-    if args.csv:
-        here = provenance("cuda", " ".join(["python -m benchmarks.spans", *argv]))
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**line, **here} for line in lines)
-    return 0
+    command = Command("spans", __doc__)
+    command.integer("--head-dim", (64, 128), "sizes of a head")
+    command.add_argument("--pass", dest="passes", nargs="+", default=["forward", "backward"])
+    command.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    command.add_argument("--triton", action="store_true", help="the Triton kernels too")
+    return command.run(argv, COLUMNS, measure_all)
 
 
 if __name__ == "__main__":

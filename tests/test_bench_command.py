@@ -6,11 +6,13 @@ import argparse
 import csv
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks.command import Command
 
 TINY = ["--seq-len", "32", "--num-heads", "2", "--head-dim", "8", "--seconds", "0"]
 
@@ -108,3 +110,27 @@ def test_it_says_what_is_wrong_in_one_line(
         status = stop.code
     assert status == 2
     assert why in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_small_benchmark_writes_each_line_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines before a failure are in the file, behind which stands where they come from."""
+
+    def measure(args: argparse.Namespace) -> Iterator[tuple[object, ...]]:
+        for number in args.counts:
+            yield number, f"{args.budget / number:.1f}"
+
+    path = tmp_path / "new" / "x.csv"
+    small = Command("small", "Quotients.\n\nMore.", device="cpu", budget_ms=6.0)
+    small.integer("--counts", (1, 2), "divisors")
+    argv = ["--csv", str(path), "--counts", "3", "4", "0"]
+    with pytest.raises(ZeroDivisionError):
+        small.run(argv, {"count": 5, "quotient": 8}, measure)
+    shown = ["count quotient", "    3      2.0", "    4      1.5"]
+    assert capsys.readouterr().out.splitlines() == shown
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["count"], line["quotient"]) for line in lines] == [("3", "2.0"), ("4", "1.5")]
+    assert lines[0]["command"] == f"python -m benchmarks.small {' '.join(argv)}"
+    assert "(default: 1 2)" in small.format_help()

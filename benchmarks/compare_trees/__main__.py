@@ -21,10 +21,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from flashtile.cli.machine import busy, missing_device, provenance
 
+from ..measure import default_device
 from ..report import plain_table
 from ..rows import append_csv, start_csv
 from .jobs import CLOCKS, DIRECTIONS, FIELD, SETS, Job, jobs_of
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or default_device()
     try:
         jobs = [job for name in args.cases for job in jobs_of(name)]
         _check(args, device)

@@ -22,13 +22,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from flashtile.cli.machine import provenance
 
 from ..compare_trees.__main__ import tree_of, without_folders
 from ..compare_trees.processes import ROOT, Tree
+from ..measure import default_device
 from ..report import plain_table
 from .case import DIRECTIONS, prepared_peer
 from .cases import cases
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--csv", type=Path, help="CSV file (default: none)")
     args = parser.parse_args(argv)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     trees = {
         tree.name: Ranks(tree, args.ranks, FIRST_PORT + number)
         for number, tree in enumerate(args.trees)

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashtile as flashtile_package
 from flashtile.distributed import ContextParallel, Layout
 
+from ..measure import default_device
 from .cases import ContextCase
 from .together import Unsupported
 from .zigzag_ring import zigzag_ring
@@ -120,7 +121,7 @@ def _flashtile(parallel: ContextParallel, case: ContextCase, lengths: list[int])
         return out
 
     rows = layout.local_tokens
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device()
     dtype = getattr(torch, case.dtype)
     batch = () if case.variant == "packed" else (1,)
     q, k = (

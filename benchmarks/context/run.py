@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from flashtile.cli.machine import busy, provenance
 
+from ..measure import default_device
 from ..report import print_table
 from .case import measured
 from .cases import cases
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         command = "torchrun --nproc-per-node 2 -m benchmarks --preset context"
         print(f"--preset context: got one process, want several: {command}", file=sys.stderr)
         return 2
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or default_device()
     every = cases(device)
     numbers = args.cases or range(1, len(every) + 2)
     if any(number > len(every) + 1 for number in numbers):

@@ -7,17 +7,17 @@ of `flashtile.distributed.strategy`.
 
 from __future__ import annotations
 
-import argparse
-import csv
-from collections.abc import Iterator
-from pathlib import Path
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
-from flashtile.cli.machine import provenance
 from flashtile.distributed import partition
 from flashtile.distributed.strategy import MACHINES, Machine, Strategy
 from flashtile.masks import Window
 
+from ..command import Command
 from .cost_model import CostEstimate, CostModel, Shape, fastest
 
 SHAPE = Shape(query_heads=32, key_heads=8, head_dim=128, value_head_dim=128, element_size=2)
@@ -72,24 +72,18 @@ def _efficiencies(alone: CostEstimate, slowest: CostEstimate, ranks: int) -> tup
     return alone.forward / ranks / slowest.forward, alone.seconds / ranks / slowest.seconds
 
 
-def main() -> None:
-    """Write the predictions."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.context.simulate")
-    parser.add_argument("--csv", type=Path, required=True, metavar="FILE", help="what to write")
-    args = parser.parse_args()
-    found = provenance("cpu", f"python -m benchmarks.context.simulate --csv {args.csv}")
-    origin = {name: found[name] for name in ("command", "date", "commit", "flashtile")}
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*Prediction._fields, *origin])
-        for tokens in TOKENS:
-            for ranks in RANKS:
-                for line in predictions(MACHINES["H200"], tokens, ranks):
-                    values = [f"{x:.4f}" if isinstance(x, float) else x for x in line]
-                    writer.writerow([*values, *origin.values()])
-                file.flush()
+def predict_all(args: Namespace) -> Iterator[list[object]]:
+    """The predictions for every length and number of ranks."""
+    for tokens, ranks in product(TOKENS, RANKS):
+        for line in predictions(MACHINES["H200"], tokens, ranks):
+            yield [f"{x:.4f}" if isinstance(x, float) else x for x in line]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write the predictions."""
+    command = Command("context.simulate", __doc__, device=None)
+    return command.run(argv, dict.fromkeys(Prediction._fields, 20), predict_all)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]  # milliseconds of one run of the call
+
+Name = TypeVar("Name", bound=Hashable)
 
 BATCH_MS = 10.0  # a call faster than this runs several times in each round
 MAX_REPEATS = 5
@@ -33,13 +35,13 @@ class Timing(NamedTuple):
 
 
 def interleave(
-    calls: Mapping[str, Call],
+    calls: Mapping[Name, Call],
     timer: Timer,
     *,
     budget_ms: float,
     min_rounds: int = 5,
     seed: int = 0,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Time all calls once a round, in a new random order each round; return every sample.
 
     The machine's speed drifts during a measurement (clocks, heat, other programs). Within one run
@@ -54,7 +56,7 @@ def interleave(
     repeats = {
         name: max(1, min(MAX_REPEATS, int(BATCH_MS / max(ms, 1e-3)))) for name, ms in first.items()
     }
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
     spent = 0.0
     for done in range(MAX_ROUNDS):
         if done >= min_rounds and spent >= budget_ms:
