@@ -261,95 +261,87 @@ def _options() -> list[Case]:
     ]  # fmt: skip
 
 
-def _settings(peers: str, directions: tuple[str, ...], seconds: float) -> Settings:
-    return Settings("cuda", tuple(peers.split()), directions, seconds)
+def _settings(peers: str, directions: tuple[str, ...], seconds: float, **others: Any) -> Settings:
+    return Settings("cuda", tuple(peers.split()), directions, seconds, **others)
 
 
 PRESETS = {
     "gpu-dense": Preset(
         "speed against length: 16,384 tokens, hidden size 2,048, three head dims, full and causal",
         _dense(),
-        replace(
-            _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", (*BOTH_PASSES, "both"), 0.1),
+        _settings(
+            "flashtile flashtile-triton fa2 cudnn fa3 fa4",
+            (*BOTH_PASSES, "both"),
+            0.1,
             memory=False,
         ),
     ),
     "fa-readme": Preset(
         "flash-attention's own plots: float16, 16,384 tokens, hidden size 2,048, three head dims",
         _readme(),
-        replace(
-            _settings(
-                "flashtile flashtile-triton fa2 cudnn fa3 fa4 standard",
-                (*BOTH_PASSES, "both"),
-                0.02,
-            ),
+        _settings(
+            "flashtile flashtile-triton fa2 cudnn fa3 fa4 standard",
+            (*BOTH_PASSES, "both"),
+            0.02,
             **MANY_CELLS,
         ),
     ),
     "lecture": Preset(
         "batch 32, 4 heads of 128, 512 to 8,192 tokens in steps of 512, float32 and float16",
         _lecture(),
-        replace(
-            _settings("flashtile fa2 sdpa-efficient standard", BOTH_PASSES, 0.02), **MANY_CELLS
-        ),
+        _settings("flashtile fa2 sdpa-efficient standard", BOTH_PASSES, 0.02, **MANY_CELLS),
     ),
     "gpu-hopper": Preset(
         "more shapes for Hopper: head dims 96 and 192, grouped heads, a window, packed lengths",
         _hopper(),
-        replace(
-            _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", BOTH_PASSES, 0.1),
-            memory=False,
-        ),
+        _settings("flashtile flashtile-triton fa2 cudnn fa3 fa4", BOTH_PASSES, 0.1, memory=False),
     ),
     "gpu-field": Preset(
         f"{field.COUNT} shapes that --seed draws: lengths, heads, head dims, masks, packing",
         field.draw,
-        replace(_settings("flashtile fa3 fa4 cudnn", BOTH_PASSES, 0.1), memory=False),
+        _settings("flashtile fa3 fa4 cudnn", BOTH_PASSES, 0.1, memory=False),
     ),
     "gpu-models": Preset(
         "34 attention calls of published models, next to every library that has them",
         models.calls(),
-        replace(
-            _settings("flashtile fa3 fa4 cudnn fa2 sdpa-efficient flex", BOTH_PASSES, 0.05),
-            **MANY_CELLS,
+        _settings(
+            "flashtile fa3 fa4 cudnn fa2 sdpa-efficient flex", BOTH_PASSES, 0.05, **MANY_CELLS
         ),
     ),
     "gpu-options": Preset(
         "options, other dtypes and a value head dim, next to the libraries that have them",
         _options(),
-        replace(
-            _settings(
-                "flashtile flashtile-triton flex fa2 fa2-package sdpa-efficient cudnn fa3 fa4",
-                BOTH_PASSES,
-                0.1,
-            ),
+        _settings(
+            "flashtile flashtile-triton flex fa2 fa2-package sdpa-efficient cudnn fa3 fa4",
+            BOTH_PASSES,
+            0.1,
             memory=False,
         ),
     ),
     "gpu-deterministic": Preset(
         "what a backward costs that is bitwise repeatable",
         _long(),
-        replace(
-            _settings("flashtile flashtile-deterministic", ("backward",), 0.1),
-            memory=False,
-            accuracy=False,
+        _settings(
+            "flashtile flashtile-deterministic", ("backward",), 0.1, memory=False, accuracy=False
         ),
     ),
     "gpu-float8": Preset(
         "attention on float8 numbers, with per-block and per-head scales, against bfloat16",
         _long(),
-        replace(
-            _settings(
-                "flashtile flashtile-float8 flashtile-float8-head fa3-float8", ("forward",), 0.2
-            ),
+        _settings(
+            "flashtile flashtile-float8 flashtile-float8-head fa3-float8",
+            ("forward",),
+            0.2,
             memory=False,
         ),
     ),
     "gpu-quantize": Preset(
         "quantising 16,384 tokens of q, k and v to float8, as a fraction of a copy's speed",
         _quantize(),
-        replace(
-            _settings("flashtile-quantize copy", ("forward",), 0.1),
+        _settings(
+            "flashtile-quantize copy",
+            ("forward",),
+            0.1,
             memory=False,
             accuracy=False,
             cuda_graph=True,
@@ -363,60 +355,51 @@ PRESETS = {
     "gpu-memory": Preset(
         "peak memory of forward and backward against length, 1,024 to 65,536 tokens",
         _memory(),
-        replace(
-            _settings("standard fa2 flashtile flashtile-triton", ("both",), 0.05), accuracy=False
-        ),
+        _settings("standard fa2 flashtile flashtile-triton", ("both",), 0.05, accuracy=False),
     ),
     "gpu-sparse": Preset(
         "speed against density: block masks and windows over 16,384 tokens",
         _sparse(),
-        replace(_settings("flashtile flashtile-triton fa2 flex", BOTH_PASSES, 0.1), memory=False),
+        _settings("flashtile flashtile-triton fa2 flex", BOTH_PASSES, 0.1, memory=False),
     ),
     "gpu-masks": Preset(
         "masks and score functions over 16,384 tokens, written as options, functions and spans, "
         "against FlexAttention",
         _masks(),
-        replace(
-            _settings("flashtile flashtile-function flashtile-spans flex", BOTH_PASSES, 0.1),
-            memory=False,
+        _settings(
+            "flashtile flashtile-function flashtile-spans flex", BOTH_PASSES, 0.1, memory=False
         ),
     ),
     "gpu-cascade": Preset(
         "decoding of 64 sequences with a common prefix of 8,192 tokens, read once or by each",
         _cascade(),
-        replace(
-            _settings("flashtile flashtile-unshared fa3", ("forward",), 0.1),
-            memory=False,
-            cuda_graph=True,
+        _settings(
+            "flashtile flashtile-unshared fa3", ("forward",), 0.1, memory=False, cuda_graph=True
         ),
     ),
     "gpu-decode": Preset(
         "one query token for each sequence of a cache: share of the memory's speed",
         _decode(),
-        replace(
-            _settings("flashtile fa2 fa3", ("forward",), 0.1),
-            memory=False,
-            accuracy=False,
-            cuda_graph=True,
+        _settings(
+            "flashtile fa2 fa3", ("forward",), 0.1, memory=False, accuracy=False, cuda_graph=True
         ),
     ),
     "gpu-prefill": Preset(
         "2,048 new tokens after 30,720 cached ones, against the same keys in one piece",
         _prefill(),
-        replace(
-            _settings("flashtile fa3", ("forward",), 0.2),
-            memory=False,
-            accuracy=False,
-            cuda_graph=True,
+        _settings(
+            "flashtile fa3", ("forward",), 0.2, memory=False, accuracy=False, cuda_graph=True
         ),
     ),
     "gpu-host": Preset(
         "the host's time of an eager call at small shapes, and of a decoding step",
         _host(),
-        replace(
+        _settings(
             # Not SDPA with a given backend, because selecting it takes host time as well. FA4 is
             # measured where --peers names it: it compiles for longer than the others take.
-            _settings("flashtile flashtile-triton sdpa fa3", ("forward", "both"), 0.05),
+            "flashtile flashtile-triton sdpa fa3",
+            ("forward", "both"),
+            0.05,
             host=True,
             memory=False,
             accuracy=False,
