@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from .rows import (
     Row,
     append_csv,
     read_folder,
+    recorded,
     start_csv,
     write_csv,
     write_json,
@@ -225,8 +225,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := missing_device(device):
         print(f"--device {device}: {missing}", file=sys.stderr)
         return 2
-    flags = map(_without_folder, args.command_line)
-    origin = provenance(device, shlex.join(["python", "-m", "benchmarks", *flags]))
+    origin = provenance(device, recorded(["python", "-m", "benchmarks"], args.command_line))
     print(f"{origin['device']}, torch {origin['torch']}")
     if warning := busy():
         print(warning)
@@ -317,17 +316,6 @@ def _draw(folder: Path, rows: list[Row], origin: Provenance) -> list[Path]:
     for path in pictures:
         print(f"wrote {path}")
     return pictures
-
-
-def _without_folder(argument: str) -> str:
-    """An argument as it is recorded: only the name of an absolute path, since the folder is local.
-
-    >>> _without_folder("--csv=/anywhere/results.csv")
-    '--csv=results.csv'
-    """
-    flag, equals, value = argument.rpartition("=")
-    path = Path(value)
-    return f"{flag}{equals}{path.name}" if path.is_absolute() else argument
 
 
 def _settings(args: argparse.Namespace, device: str) -> Settings:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, interleave
 from flashtile.masks import BlockMask
 
@@ -81,8 +82,8 @@ def measure_all(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
     command = Command("block_masks", __doc__, device=default_device())
-    command.integer("--seq-len", 65536, "queries and keys, at least 16")
-    command.integer("--rounds", 5, "how often each maker runs")
+    integer(command, "--seq-len", 65536, "queries and keys, at least 16")
+    integer(command, "--rounds", 5, "how often each maker runs")
     return command.run(argv, COLUMNS, measure_all)
 
 

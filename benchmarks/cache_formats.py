@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile import CacheFormat, attention_with_kvcache, cache_formats
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.testing import attention_reference
 
@@ -93,7 +94,7 @@ def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write a line for each format."""
     command = Command("cache_formats", __doc__, device="cpu", budget_ms=2000.0)
-    command.integer("--seeds", 4, "draws")
+    integer(command, "--seeds", 4, "draws")
     return command.run(argv, COLUMNS, measure)
 
 

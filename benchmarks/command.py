@@ -12,6 +12,8 @@ from pathlib import Path
 
 from flashtile.cli.machine import provenance
 
+from .rows import recorded
+
 Values = Sequence[object]
 Measure = Callable[[argparse.Namespace], Iterable[Values]]
 
@@ -40,15 +42,6 @@ class Command(argparse.ArgumentParser):
             self.add_argument("--budget", type=float, default=budget_ms, metavar="MS", help=meaning)
         self.add_argument("--csv", type=Path, metavar="FILE", help="what to write (default: none)")
 
-    def integer(self, name: str, default: int | Sequence[int], meaning: str) -> None:
-        """An option that takes an integer, or several if its default is several."""
-        one = isinstance(default, int)
-        shown = default if isinstance(default, int) else " ".join(map(str, default))
-        self.add_argument(
-            name, type=int, nargs=None if one else "+", default=default, metavar="N",
-            help=f"{meaning} (default: {shown})",
-        )  # fmt: skip
-
     def run(self, argv: Sequence[str] | None, columns: Mapping[str, int], measure: Measure) -> int:
         """Print each line when it has been measured, and write it where `--csv` says, with the
         origin of the measurement behind it.
@@ -60,7 +53,7 @@ class Command(argparse.ArgumentParser):
         """
         argv = sys.argv[1:] if argv is None else list(argv)
         args = self.parse_args(argv)
-        origin = provenance(args.device, shlex.join([*self.command, *argv]))
+        origin = provenance(args.device, recorded(self.command, argv))
 
         def show(values: Values) -> None:
             cells = (f"{x!s:>{width}}" for x, width in zip(values, columns.values(), strict=True))

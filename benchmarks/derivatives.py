@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, interleave
 
 from .command import Command
@@ -112,9 +113,9 @@ def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
     command = Command("derivatives", __doc__, budget_ms=1000.0)
-    command.integer("--tokens", (1024, 4096, 16384), "lengths of the sequence")
-    command.integer("--heads", 16, "heads of q, k and v")
-    command.integer("--head-dim", 64, "size of a head")
+    integer(command, "--tokens", (1024, 4096, 16384), "lengths of the sequence")
+    integer(command, "--heads", 16, "heads of q, k and v")
+    integer(command, "--head-dim", 64, "size of a head")
     command.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     return command.run(argv, COLUMNS, measure)
 

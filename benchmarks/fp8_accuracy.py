@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.cli import integer
 from flashtile.ops.quantize.formula import dequantized
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
 from flashtile.quantize import rotation
@@ -123,10 +124,10 @@ def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the errors."""
     command = Command("fp8_accuracy", __doc__, device="cpu")
-    command.integer("--queries", 1024, "length of the queries, in tokens")
-    command.integer("--keys", 4096, "length of the keys, in tokens")
-    command.integer("--seeds", 24, "random inputs for each head dim")
-    command.integer("--head-dim", HEAD_DIMS, "sizes of a head, in elements")
+    integer(command, "--queries", 1024, "length of the queries, in tokens")
+    integer(command, "--keys", 4096, "length of the keys, in tokens")
+    integer(command, "--seeds", 24, "random inputs for each head dim")
+    integer(command, "--head-dim", HEAD_DIMS, "sizes of a head, in elements")
     meaning = f"ways to quantize, of {', '.join(map(repr, SCHEMES))} (default: all)"
     command.add_argument(
         "--schemes", nargs="+", choices=SCHEMES, default=SCHEMES, metavar="NAME", help=meaning

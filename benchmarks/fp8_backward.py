@@ -29,6 +29,7 @@ from torch import Tensor
 
 import flashtile
 from examples.demo.inputs import find_play
+from flashtile.cli import integer
 from flashtile.models.gpt import GPTConfig, GPTLMHeadModel
 from flashtile.ops.quantize.formula import dequantized, power_of_two
 from flashtile.problem import FLOAT8_KEY_BLOCK, FLOAT8_QUERY_BLOCK
@@ -232,14 +233,9 @@ def main() -> int:
         choices=("gradients", "training"),
         help="the error of the gradients, or the loss of a small GPT that is trained with them",
     )
-    for name, default, meaning in (
-        ("--seq-len", 1024, "gradients: length of queries and keys, in tokens"),
-        ("--seeds", 4, "random inputs, or models to train"),
-        ("--steps", 200, "training: steps of each model"),
-    ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
-        )
+    integer(parser, "--seq-len", 1024, "gradients: length of queries and keys, in tokens")
+    integer(parser, "--seeds", 4, "random inputs, or models to train")
+    integer(parser, "--steps", 200, "training: steps of each model")
     parser.add_argument("--data", type=Path, help="folder of the plays (default: .data)")
     parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
     chosen = parser.parse_args()

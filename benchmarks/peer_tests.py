@@ -33,6 +33,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.cli import integer
 from flashtile.integrations import flash_attn
 
 
@@ -143,14 +144,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checkout", type=Path, help="a checkout of flash-attention")
     parser.add_argument("file", help="a test file, from the checkout's root; ::test for one test")
-    for name, default, meaning in (
-        ("--cases", 500, "cases in the sample"),
-        ("--seed", 0, "seed that draws the sample"),
-        ("--case-seconds", 60, "seconds after which a case is stopped"),
-    ):
-        parser.add_argument(
-            name, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)"
-        )
+    integer(parser, "--cases", 500, "cases in the sample")
+    integer(parser, "--seed", 0, "seed that draws the sample")
+    integer(parser, "--case-seconds", 60, "seconds after which a case is stopped")
     parser.add_argument(
         "--seconds",
         type=float,

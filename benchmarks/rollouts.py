@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from flashtile import fold
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.integrations.transformers import register
 
@@ -73,11 +74,11 @@ def measure_all(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
     command = Command("rollouts", __doc__, budget_ms=3000.0)
-    command.integer("--answers", (8, 16, 32, 64), "answers to the prompt")
-    command.integer("--prompt", 2048, "tokens of the prompt")
-    command.integer("--answer", 512, "tokens of each answer")
-    command.integer("--hidden", 2048, "hidden size of the model")
-    command.integer("--layers", 4, "layers of the model")
+    integer(command, "--answers", (8, 16, 32, 64), "answers to the prompt")
+    integer(command, "--prompt", 2048, "tokens of the prompt")
+    integer(command, "--answer", 512, "tokens of each answer")
+    integer(command, "--hidden", 2048, "hidden size of the model")
+    integer(command, "--layers", 4, "layers of the model")
     return command.run(argv, COLUMNS, measure_all)
 
 

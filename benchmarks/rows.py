@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import groupby
@@ -134,6 +136,20 @@ def records(rows: Iterable[Row], provenance: Provenance) -> list[dict[str, Any]]
     """The rows as flat dicts, each with where it comes from; the columns of the CSV file."""
     values = (dict(zip(COLUMNS, asdict(row).values(), strict=True)) for row in rows)
     return [{**line, **provenance} for line in values]
+
+
+def without_folders(argument: str) -> str:
+    """An argument as it is recorded: of an absolute path only the name, since the folder is local.
+
+    >>> without_folders("base=/anywhere/base?DELAY=4&TRITON_CACHE_DIR=/tmp/a")
+    'base=base?DELAY=4&TRITON_CACHE_DIR=a'
+    """
+    return re.sub(r"(^|=)/([^?&]*/)?", r"\1", argument)
+
+
+def recorded(program: Sequence[str], arguments: Sequence[str]) -> str:
+    """A command as it is recorded."""
+    return shlex.join([*program, *map(without_folders, arguments)])
 
 
 def start_csv(path: Path, provenance: Provenance) -> None:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from examples.demo.serve import Request, Server
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, cpu_timer, interleave
 from flashtile.integrations.transformers import register
 
@@ -147,11 +148,11 @@ def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
     command = Command("serving", __doc__, device=default_device())
-    command.integer("--prompt", 128, "tokens of the longest prompt")
-    command.integer("--tokens", 128, "tokens to generate")
-    command.integer("--layers", 30, "layers of the model")
-    command.integer("--rounds", 5, "how often each loop runs")
-    command.integer("--requests", (1, 8), "how many requests are answered together")
+    integer(command, "--prompt", 128, "tokens of the longest prompt")
+    integer(command, "--tokens", 128, "tokens to generate")
+    integer(command, "--layers", 30, "layers of the model")
+    integer(command, "--rounds", 5, "how often each loop runs")
+    integer(command, "--requests", (1, 8), "how many requests are answered together")
     return command.run(argv, COLUMNS, measure)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flashtile import Spans, attention, attention_varlen
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, interleave, timer_for
 
 from .command import Command
@@ -93,7 +94,7 @@ def measure_all(args: Namespace) -> Iterator[tuple[object, ...]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the medians."""
     command = Command("spans", __doc__)
-    command.integer("--head-dim", (64, 128), "sizes of a head")
+    integer(command, "--head-dim", (64, 128), "sizes of a head")
     command.add_argument("--pass", dest="passes", nargs="+", default=["forward", "backward"])
     command.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     command.add_argument("--triton", action="store_true", help="the Triton kernels too")

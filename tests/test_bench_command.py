@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.command import Command
+from flashtile.cli import integer
 
 TINY = ["--seq-len", "32", "--num-heads", "2", "--head-dim", "8", "--seconds", "0"]
 
@@ -123,7 +124,7 @@ def test_a_small_benchmark_writes_each_line_at_once(
 
     path = tmp_path / "new" / "x.csv"
     small = Command("small", "Quotients.\n\nMore.", device="cpu", budget_ms=6.0)
-    small.integer("--counts", (1, 2), "divisors")
+    integer(small, "--counts", (1, 2), "divisors")
     argv = ["--csv", str(path), "--counts", "3", "4", "0"]
     with pytest.raises(ZeroDivisionError):
         small.run(argv, {"count": 5, "quotient": 8}, measure)
@@ -132,5 +133,5 @@ def test_a_small_benchmark_writes_each_line_at_once(
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(line["count"], line["quotient"]) for line in lines] == [("3", "2.0"), ("4", "1.5")]
-    assert lines[0]["command"] == f"python -m benchmarks.small {' '.join(argv)}"
+    assert lines[0]["command"] == "python -m benchmarks.small --csv x.csv --counts 3 4 0"
     assert "(default: 1 2)" in small.format_help()

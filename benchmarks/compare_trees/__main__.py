@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from flashtile.cli.machine import busy, missing_device, provenance
 
 from ..measure import default_device
 from ..report import plain_table
-from ..rows import append_csv, start_csv
+from ..rows import append_csv, recorded, start_csv, without_folders
 from .jobs import CLOCKS, DIRECTIONS, FIELD, SETS, Job, jobs_of
 from .outcomes import SUMMARY, Comparison, Outcome, difference, headings, ratios, summary
 from .processes import Pool, Tree, compile_ahead
@@ -180,7 +178,7 @@ def _write(
     args: argparse.Namespace, argv: Sequence[str], comparisons: Sequence[Comparison], pool: Pool
 ) -> None:
     """All that is known so far, as rows with the columns of `python -m benchmarks` and more."""
-    command = shlex.join(["python", "-m", "benchmarks.compare_trees", *map(without_folders, argv)])
+    command = recorded(["python", "-m", "benchmarks.compare_trees"], argv)
     here = provenance("cpu", command)
     added = ["clock", "tree", "variables", "rounds", "ratio", "ratio_p20", "ratio_p80"]
     added += ["bit_equal", "difference", "worst_row"]
@@ -196,15 +194,6 @@ def _write(
             origin = pool.origins[tree.name] or dict.fromkeys(here, "")
             columns = {**dict(zip(added, values, strict=True)), **origin, "command": command}
             append_csv(args.csv, [outcome.row(comparison.job)], columns)
-
-
-def without_folders(argument: str) -> str:
-    """An argument as it is recorded: of an absolute path only the name, since the folder is local.
-
-    >>> without_folders("base=/anywhere/base?DELAY=4&TRITON_CACHE_DIR=/tmp/a")
-    'base=base?DELAY=4&TRITON_CACHE_DIR=a'
-    """
-    return re.sub(r"(^|=)/([^?&]*/)?", r"\1", argument)
 
 
 def _print(comparisons: Sequence[Comparison], trees: Sequence[Tree]) -> None:

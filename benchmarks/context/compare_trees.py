@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,10 +25,11 @@ import torch.distributed as dist
 
 from flashtile.cli.machine import provenance
 
-from ..compare_trees.__main__ import tree_of, without_folders
+from ..compare_trees.__main__ import tree_of
 from ..compare_trees.processes import ROOT, Tree
 from ..measure import default_device
 from ..report import plain_table
+from ..rows import recorded
 from .case import DIRECTIONS, prepared_peer
 from .cases import cases
 from .rows import ContextRow, write
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree.name: Ranks(tree, args.ranks, FIRST_PORT + number)
         for number, tree in enumerate(args.trees)
     }
-    command = shlex.join(["python", "-m", parser.prog.split()[-1], *map(without_folders, argv)])
+    command = recorded(parser.prog.split(), argv)
     where = provenance("cuda:0" if device == "cuda" else device, command)
     rows: list[ContextRow] = []
     lines: list[list[str]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from flashtile.cli.machine import busy, provenance
 
 from ..measure import default_device
 from ..report import print_table
+from ..rows import recorded
 from .case import measured
 from .cases import cases
 from .memory import memory_rows
@@ -111,8 +111,8 @@ def _keep(args: argparse.Namespace, rows: list[ContextRow], device: str) -> None
         args.csv = args.output / "context.csv"
     if args.csv and dist.get_rank() == 0:
         ranks = dist.get_world_size()
-        command = f"torchrun --nproc-per-node {ranks} -m benchmarks {shlex.join(args.command_line)}"
-        write(args.csv, rows, provenance(device, command))
+        program = ["torchrun", "--nproc-per-node", str(ranks), "-m", "benchmarks"]
+        write(args.csv, rows, provenance(device, recorded(program, args.command_line)))
 
 
 def _report(args: argparse.Namespace, rows: list[ContextRow]) -> None:

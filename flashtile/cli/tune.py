@@ -26,6 +26,7 @@ from ..call.prepare import describe
 from ..gpu.described import AbsentGpu, current_target
 from ..gpu.hardware import multiprocessors
 from ..problem import AttentionProblem
+from . import integer
 from .in_processes import default_processes, in_processes, with_progress
 
 HEAD_DIMS = (64, 128, 256)
@@ -69,14 +70,7 @@ class Candidate(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags: what to tune and where to write."""
-    parser.add_argument(
-        "--head-dim",
-        type=int,
-        nargs="+",
-        default=list(HEAD_DIMS),
-        metavar="N",
-        help=f"head dims to tune, in elements (default: {' '.join(map(str, HEAD_DIMS))})",
-    )
+    integer(parser, "--head-dim", HEAD_DIMS, "head dims to tune, in elements")
     parser.add_argument(
         "--calls",
         choices=CALLS,
@@ -84,26 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(CALLS),
         help=f"calls to tune (default: {' '.join(CALLS)})",
     )
-    parser.add_argument(
-        "--seq-len",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="length of the measured sequences, in tokens (default: %(default)s)",
-    )
+    integer(parser, "--seq-len", 4096, "length of the measured sequences, in tokens")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16"),
         default="bfloat16",
         help="dtype of the measured calls but float32 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=default_processes(MOST_PROCESSES),
-        metavar="N",
-        help="processes that compile the candidates (default: %(default)s)",
-    )
+    processes = default_processes(MOST_PROCESSES)
+    integer(parser, "--processes", processes, "processes that compile the candidates")
     parser.add_argument(
         "--minutes",
         type=float,

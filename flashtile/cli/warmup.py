@@ -22,6 +22,7 @@ from ..call.prepare import describe
 from ..gpu.described import TARGETS, AbsentGpu
 from ..gpu.hardware import TRITON_IS_INSTALLED
 from ..problem import AttentionProblem
+from . import integer
 from .in_processes import default_processes, in_processes, with_progress
 from .model_calls import CAPACITY, LENGTHS, PURPOSES, Call, calls_of, read_config
 
@@ -93,28 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="what the model does (default: %(default)s)",
     )
-    parser.add_argument(
-        "--page-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of a page of the model's cache; 0 is a contiguous cache (default: 0)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=default_processes(),
-        metavar="N",
-        help="processes that compile (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--head-dim",
-        type=int,
-        nargs="+",
-        default=[64, 128],
-        metavar="N",
-        help="head dims to compile for, in elements (default: 64 128)",
-    )
+    of_cache = "tokens of a page of the model's cache; 0 is a contiguous cache"
+    integer(parser, "--page-size", 0, of_cache)
+    integer(parser, "--processes", default_processes(), "processes that compile")
+    integer(parser, "--head-dim", (64, 128), "head dims to compile for, in elements")
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -123,13 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help=f"dtypes to compile for (default: {' '.join(DTYPES)})",
     )
-    parser.add_argument(
-        "--group",
-        type=int,
-        default=1,
-        metavar="N",
-        help="query heads per key head (default: %(default)s)",
-    )
+    integer(parser, "--group", 1, "query heads per key head")
     parser.add_argument(
         "--no-backward",
         action="store_true",
