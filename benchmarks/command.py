@@ -59,13 +59,14 @@ class Command(argparse.ArgumentParser):
             cells = (f"{x!s:>{width}}" for x, width in zip(values, columns.values(), strict=True))
             print(*cells, flush=True)
 
-        show([*columns])
         if args.csv:
             args.csv.parent.mkdir(parents=True, exist_ok=True)
         with open(args.csv or os.devnull, "w", 1, "utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow((*columns, *origin))
-            for values in measure(args):
+            for number, values in enumerate(measure(args)):
+                if number == 0:
+                    show([*columns])
                 show(values)
                 writer.writerow((*values, *origin.values()))
         return 0

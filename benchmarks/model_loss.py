@@ -12,11 +12,10 @@ tokens (Kullback-Leibler, in nats per token), and how often the likeliest one is
 
 from __future__ import annotations
 
-import argparse
-import csv
 import math
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,16 @@ import flashtile
 from examples.demo.inputs import cut, find_model, find_play, load
 from examples.demo.serve import CHUNK
 from flashtile import CacheFormat, cache_formats
-from flashtile.cli.machine import provenance
+from flashtile.cli import integer
 from flashtile.quantize import rotation
+
+from .command import Command
 
 Attend = Callable[..., Any]
 Format = CacheFormat | tuple[CacheFormat, CacheFormat] | None
 HEAD_DIM = 64  # of SmolLM2-135M
-COLUMNS = ("scheme", "bits", "tokens", "window", "loss", "perplexity", "divergence", "agreement")
+SIZES = {"scheme": 36, "bits": 6, "tokens": 6, "window": 6}
+COLUMNS = {**SIZES, "loss": 10, "perplexity": 10, "divergence": 10, "agreement": 10}
 
 
 def in_16_bits(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -144,24 +146,11 @@ def compared(found: Tensor, bfloat16: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([loss.double(), divergence / len(found), same])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each window and scheme; print and write the means."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a GGUF file (default: what make demo fetched)")
-    parser.add_argument("--data", type=Path, help="folder of the plays (default: .data)")
-    parser.add_argument(
-        "--caches", action="store_true", help="formats of the cache (default: float8 attention)"
-    )
-    parser.add_argument("--windows", type=int, default=1, help="texts (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=2048, help="tokens of a text (default: %(default)s)"
-    )
-    parser.add_argument("--csv", type=Path, help="CSV file to write (default: none)")
-    args = parser.parse_args(argv)
-    model, tokenizer = load(find_model(args.model), "cpu")
+def measure(args: Namespace) -> Iterator[tuple[object, ...]]:
+    """A line for each scheme: the means over the windows, whose own numbers are printed before."""
+    model, tokenizer = load(find_model(args.model), args.device)
     play = find_play(args.data).read_text(encoding="utf-8", errors="replace")
-    passage = cut(play, tokenizer, args.windows * args.tokens, "cpu").passage[0]
+    passage = cut(play, tokenizer, args.windows * args.tokens, args.device).passage[0]
     schemes = CACHES if args.caches else FLOAT8
     found: dict[str, list[Tensor]] = {name: [] for name in schemes}
     for window, tokens in enumerate(passage.split(args.tokens), start=1):
@@ -172,21 +161,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[name].append(compared(words, bfloat16, tokens))
             loss, divergence, same = found[name][-1].tolist()
             print(f"{window}: {name:36} {loss:.4f} {divergence:.5f} {same:.4f}", flush=True)
-    lines = []
-    print()
     for name, (bits, _) in schemes.items():
         loss, divergence, same = torch.stack(found[name]).mean(0).tolist()
         numbers = (f"{x:.5g}" for x in (loss, math.exp(loss), divergence, same))
-        line = (name, bits, len(passage), args.tokens, *numbers)
-        lines.append(dict(zip(COLUMNS, line, strict=True)))
-        print(("{:36} {:>6} {:>6} {:>5}" + " {:>10}" * 4).format(*line))
-    if args.csv is not None:
-        here = provenance("cpu", " ".join(["python -m benchmarks.model_loss", *argv]))
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, (*COLUMNS, *here), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({**line, **here} for line in lines)
-    return 0
+        yield name, bits, len(passage), args.tokens, *numbers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and write the means."""
+    command = Command("model_loss", __doc__, device=None)
+    command.add_argument("--model", type=Path, help="a GGUF file (default: what make demo fetched)")
+    command.add_argument("--data", type=Path, help="folder of the plays (default: .data)")
+    command.add_argument(
+        "--caches", action="store_true", help="formats of the cache (default: float8 attention)"
+    )
+    integer(command, "--windows", 1, "texts")
+    integer(command, "--tokens", 2048, "tokens of a text")
+    return command.run(argv, COLUMNS, measure)
 
 
 if __name__ == "__main__":
