@@ -10,8 +10,6 @@ that append, instead.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +21,7 @@ import torch.distributed as dist
 import flashtile
 from flashtile.distributed import ContextParallel
 
-from .timing import Timed, in_turn, median_of
+from .timing import Timed, in_turn, median_of, profile
 from .together import Team, connected
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -69,19 +67,6 @@ def captured(step: Call) -> Call:
     return graph.replay
 
 
-def profile(call: Call) -> None:
-    """Print the functions of some calls on rank 0."""
-    for _ in range(5):
-        call()
-    made = cProfile.Profile()
-    with made:
-        for _ in range(PROFILED):
-            call()
-    if dist.get_rank() == 0:
-        print(f"{PROFILED} calls")
-        pstats.Stats(made).sort_stats("tottime").print_stats(45)
-
-
 def measure(team: Team, batch: int, tokens: int, has_graph: bool) -> None:
     """Time the calls of a batch in turn and print their times on rank 0.
 
@@ -115,7 +100,7 @@ def main() -> None:
     team = Team.of(device)
     for batch in args.batch_size:
         if args.profile:
-            profile(calls_of(batch, args.seq_len, device)["append, int"])
+            profile(team, calls_of(batch, args.seq_len, device)["append, int"], PROFILED)
         else:
             measure(team, batch, args.seq_len, args.graph)
     dist.destroy_process_group()

@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 
-import torch
 import torch.distributed as dist
 
 from .case import DIRECTIONS, prepared_peer
 from .cases import cases
+from .timing import profile
 from .together import Team, connected
 
 CALLS = 50
@@ -30,18 +28,9 @@ def main() -> None:
     device = connected()
     team = Team.of(device)
     call = prepared_peer(cases(device)[args.case - 1], args.peer, args.direction, team)
-    for _ in range(5):
-        call()
-    team.finish()
-    profile = cProfile.Profile()
-    # The backward runs in a thread of PyTorch on a GPU, which the profile does not see.
-    with torch.autograd.set_multithreading_enabled(False), profile:
-        for _ in range(CALLS):
-            call()
-    team.finish()
     if dist.get_rank() == 0:
-        print(f"{CALLS} calls of {args.peer}, {args.direction}, case {args.case}")
-        pstats.Stats(profile).sort_stats(args.sort).print_stats(45)
+        print(f"{args.peer}, {args.direction}, case {args.case}")
+    profile(team, call, CALLS, args.sort)
     dist.destroy_process_group()
 
 
