@@ -40,7 +40,6 @@ def interleave(
     *,
     budget_ms: float,
     min_rounds: int = 5,
-    seed: int = 0,
 ) -> dict[Name, list[float]]:
     """Time all calls once a round, in a new random order each round; return every sample.
 
@@ -51,14 +50,14 @@ def interleave(
     Args:
         budget_ms: time to measure all calls together; at least `min_rounds` rounds.
     """
-    shuffle = random.Random(seed).shuffle
+    shuffle = random.Random(0).shuffle
     first = {name: timer(call) for name, call in calls.items()}  # warms up; not a sample
     repeats = {
         name: max(1, min(MAX_REPEATS, int(BATCH_MS / max(ms, 1e-3)))) for name, ms in first.items()
     }
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     spent = 0.0
-    for done in range(MAX_ROUNDS):
+    for done in range(max(MAX_ROUNDS, min_rounds)):
         if done >= min_rounds and spent >= budget_ms:
             break
         order = list(calls)

@@ -406,6 +406,10 @@ class _Shares:
             start += left
 
 
+MOST_WORK = 1.02  # of a rank, where the mean is 1
+MOST_EXCHANGES = 2000
+
+
 class _Exchange(NamedTuple):
     """Tokens at the end of a piece of one rank for as many at the start of a piece of another."""
 
@@ -416,9 +420,9 @@ class _Exchange(NamedTuple):
     gain: float  # the work that moves
 
 
-def refine(shard_map: ShardMap, work: Work, slack: float = 0.02, limit: int = 2000) -> ShardMap:
+def refine(shard_map: ShardMap, work: Work) -> ShardMap:
     """Exchange equal numbers of tokens between the rank with the most work and one with little,
-    until no rank has more than ``1 + slack`` times the mean.
+    until no rank has more than `MOST_WORK` times the mean.
 
     Pieces of documents whose lengths are no multiples of the grain may then begin at any token,
     but always at multiples of `work.unit`.
@@ -426,9 +430,9 @@ def refine(shard_map: ShardMap, work: Work, slack: float = 0.02, limit: int = 20
     pieces = [list(owned) for owned in shard_map.pieces]
     load = [sum(work.scores(*piece) for piece in owned) for owned in pieces]
     mean = sum(load) / len(load)
-    for _ in range(limit):
+    for _ in range(MOST_EXCHANGES):
         heavy = max(range(len(load)), key=lambda r: load[r])
-        if load[heavy] <= mean * (1 + slack):
+        if load[heavy] <= mean * MOST_WORK:
             break
         for light in sorted(range(len(load)), key=lambda r: load[r])[:4]:
             want = min(load[heavy] - mean, mean - load[light])

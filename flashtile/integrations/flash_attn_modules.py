@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
+from .. import flash_attn_interface
+
 
 class RealPackageError(RuntimeError):
     """What flashtile is to stand in for is there itself."""
@@ -45,15 +47,7 @@ class Package(NamedTuple):
         return tuple(name for name in self.modules if name.rpartition(".")[0] not in self.modules)
 
 
-_SEVEN = (
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-)
+_SEVEN = tuple(name for name in flash_attn_interface.__all__ if name.startswith("flash_attn_"))
 
 _FAMILIES = ("baichuan", "bigcode", "btlm", "falcon", "gpt_neox", "gptj", "opt")
 # Modules of FlashAttention 2 -> those of flashtile whose names they have.
