@@ -15,7 +15,6 @@ cannot be replaced.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -28,35 +27,7 @@ from torch import Tensor
 
 from ..current_layout import get as current_layout
 from ..masks import Folded
-
-MINIMUM_VERSION = (5, 17)
-_WANTED = ".".join(map(str, MINIMUM_VERSION))
-
-
-class TransformersRequired(ImportError):
-    """transformers is not installed, or too old for the integration."""
-
-
-def requirement() -> TransformersRequired | None:
-    """The error to raise if transformers is missing or too old; None if it is fine."""
-    try:
-        return too_old(importlib.import_module("transformers").__version__)
-    except ImportError:
-        return TransformersRequired(
-            f"flashtile.integrations.transformers needs transformers {_WANTED} or newer: "
-            f"pip install 'transformers>={_WANTED}'"
-        )
-
-
-def too_old(version: str) -> TransformersRequired | None:
-    """The error to raise if this version of transformers is too old; else None."""
-    if tuple(int(part) for part in version.split(".")[:2]) >= MINIMUM_VERSION:
-        return None
-    return TransformersRequired(
-        f"transformers: got {version}, want {_WANTED} or newer: "
-        f"pip install --upgrade 'transformers>={_WANTED}'"
-    )
-
+from .transformers_version import requirement, too_old
 
 try:
     import transformers
@@ -258,9 +229,13 @@ def attention_forward(
     numbers = {name: x for name, x in given.items() if x is not None and x is not False}
     layout = current_layout()
     if layout is not None:
-        refused: dict[str, Any] = {"position_bias": position_bias, "sinks": sinks}
-        refused |= {"indices": indices, "block_indices": block_indices}
-        refused |= {"cu_seq_lens_q": options.get("cu_seq_lens_q"), "rollouts": rollouts}
+        refused: dict[str, Any] = {
+            "position_bias": position_bias,
+            "sinks": sinks,
+            "indices": indices,
+        }
+        refused |= {"block_indices": block_indices, "cu_seq_lens_q": options.get("cu_seq_lens_q")}
+        refused |= {"rollouts": rollouts}
         out = transformers_layouts.attend(
             layout, module, (q, k, v), attention_mask, pattern, numbers, position_ids, refused
         )
