@@ -29,9 +29,16 @@ CPU = [
     Planted(
         "batch_invariant: tiles of queries begin with the call",
         "Padding.of",
-        "before = (visibility.N - visibility.M) % tp.BLOCK_M",
+        "before = (visibility.N - visibility.M) % BLOCK_M",
         "before = 0",
         "tests/test_batch_invariance.py -k test_a_row_has_the_same_bits",
+    ),
+    Planted(
+        "batch_invariant: calls of PyTorch's kernel begin with the rows of the call",
+        "WholeTiles.pieces",
+        "range(-first % NATIVE_ROWS, M, NATIVE_ROWS)",
+        "range(0, M, NATIVE_ROWS)",
+        "tests/test_batch_invariance.py -k test_keys_add_up_rows",
     ),
     Planted(
         "batch_invariant: a part of a tile counts as a whole one",

@@ -400,6 +400,22 @@ def test_a_row_has_the_same_bits_in_two_layouts(part: int, seed: int) -> None:
     make_draws(-(-DRAWS // CHUNKS), seed)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["native", "plain"])
+def test_keys_add_up_rows_in_the_same_order(options: dict[str, float]) -> None:
+    """A call may begin with the first row of the sequence, or with one that sees a key."""
+    q, k, v, dout = torch.randn(4, 1, 400, 2, 32).unbind()
+    found = []
+    for first in (0, 70):
+        k_leaf, v_leaf = (x.clone().requires_grad_() for x in (k, v))
+        out = flashtile.attention(
+            q[:, first:], k_leaf, v_leaf, window_size=(200, 0), batch_invariant=True, **options
+        )
+        grads = torch.autograd.grad(out, (k_leaf, v_leaf), dout[:, first:])
+        found.append([x[:, 70:] for x in grads])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(2))
 @pytest.mark.parametrize("kind", range(len(KINDS)))
@@ -472,19 +488,22 @@ def test_a_check_computes_a_row_alone(
         def shifting(*args: Any) -> Any:
             first, *rest = function(*args)
             calls[0] += 1
-            as_results = tuple if function is forward else TileGradients._make
+            as_results = TileGradients._make if "backward" in function.__name__ else tuple
             return as_results((first + calls[0], *rest))
 
         return shifting
 
-    forward, backward = whole_tiles.forward, whole_tiles.backward
+    def shift(*names: str) -> None:
+        for name in names:
+            monkeypatch.setattr(whole_tiles, name, shifted(getattr(whole_tiles, name)))
+
     run = layout(w, r)
     if CHECKED[layout]:
         results(w, run)
-        monkeypatch.setattr(whole_tiles, "backward", shifted(backward))
+        shift("backward", "native_backward")
         with pytest.raises(RuntimeError, match="the gradient of query"):
             results(w, layout(w, r))
-    monkeypatch.setattr(whole_tiles, "forward", shifted(forward))
+    shift("forward", "native_forward")
     with torch.no_grad(), pytest.raises(RuntimeError, match="the output of query"):
         layout(w, r)
 

@@ -30,7 +30,7 @@ def forward(
     row; the strides of all but out may be any.
     """
     plan = plan_forward(problem)
-    parts = tuple(segments(problem, operands))
+    parts = tuple(segments(problem, operands, by_key_head=plan.kernel == "whole"))
     q = operands.q
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
@@ -78,7 +78,7 @@ def backward(
     sums = SharedGradients(*(x if x is None else torch.zeros(x.shape, dtype=t) for x, t in pairs))
     is_sum = problem.is_partial and not problem.has_whole_queries, *[problem.is_partial] * 2
     dtypes = [lse.dtype if s else x.dtype for s, x in zip(is_sum, (q, k, v), strict=True)]
-    parts = tuple(segments(problem, operands))
+    parts = tuple(segments(problem, operands, by_key_head=plan.kernel == "whole"))
     if (
         add_to is None and len(parts) == 1 and parts[0].is_whole
     ):  # no copy into larger tensors needed
@@ -182,6 +182,8 @@ def _segment_forward(
         if is_whole or operands.bias is None or not tiles.is_large(L).any():
             return O, L
         plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
+    if plan.kernel == "native whole":
+        return whole_tiles.native_forward(_native_problem(problem, operands, segment, plan))
     if plan.kernel == "float8":
         unscaled = operands._replace(q_descale=None, k_descale=None, v_descale=None)
         scales = float8.scales(operands, segment)
@@ -204,7 +206,7 @@ def _segment_backward(
     out, lse, dout = results[:3]
     if operands.bias is not None and tiles.is_large(segment.rows(lse)).any():
         plan = plan_backward(problem, lse_has_grad=True)  # always plain tiles
-    if plan.kernel != "native":
+    if plan.kernel not in ("native", "native whole"):
         return _plain_backward(problem, operands, segment, plan, results, sums)
     given, dtype = _native_problem(problem, operands, segment, plan), plan.compute_dtype
     O, dO, L = segment.queries(out), segment.queries(dout), segment.rows(lse)
@@ -212,7 +214,8 @@ def _segment_backward(
         delta = (O.to(dtype) * dO.to(dtype)).sum(-1)
         sink = operands.sink[segment.heads].to(dtype)
         sums.dsink[segment.heads] += tiles.sink_gradient(sink, L, delta)
-    return native.backward(given, O, L, dO)
+    run = native.backward if plan.kernel == "native" else whole_tiles.native_backward
+    return run(given, O, L, dO)
 
 
 def _native_problem(

@@ -14,7 +14,7 @@ of the calls are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -24,11 +24,11 @@ from torch import Tensor
 from ... import operators
 from ...lru import memoised
 from ...ops.merge.formula import add_sink, merge
+from .plan import KERNEL_KEYS
 from .segments import KeyRun, SegmentMask, without_hidden
 from .tiles import TileGradients
 
 INFINITY = float("inf")
-KERNEL_KEYS = 512  # the kernel skips masked keys in blocks of this many
 
 
 class Piece(NamedTuple):
@@ -92,7 +92,7 @@ def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
                 parts = [unmasked, [run for run in runs if run.visible is not None]]
             for part in filter(None, parts):
                 spans = tuple((run.start, run.stop) for run in part)
-                yield Piece(m0, m1, spans, False, _joined(part))
+                yield Piece(m0, m1, spans, False, joined(part))
             continue
         start, full_stop = mask.visibility.key_range(m0)
         full_start, stop = mask.visibility.key_range(m1 - 1)
@@ -110,7 +110,7 @@ def pieces(mask: SegmentMask, BLOCK_M: int) -> Iterator[Piece]:
             yield Piece(m0, m1, ((start, stop),), False, visible)
 
 
-def _joined(runs: list[KeyRun]) -> Tensor | None:
+def joined(runs: list[KeyRun]) -> Tensor | None:
     """Concatenate the masks of neighbouring runs; None if nothing is masked."""
     masks = [run.visible for run in runs if run.visible is not None]
     if not masks:
@@ -157,18 +157,23 @@ class NativeProblem(NamedTuple):
     BLOCK_M: int
 
 
-def forward(given: NativeProblem, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out (batch, heads, M, D) and lse (batch, heads, M)."""
+def forward(
+    given: NativeProblem, sink: Tensor | None, parts: Iterable[Piece] | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (batch, heads, M, D) and lse (batch, heads, M).
+
+    `parts` are the pieces, if not those that the mask would be cut into.
+    """
     q, k, v = (_readable(x, given.dtype) for x in given[:3])
     given = given._replace(q=q, k=k, v=v)
-    whole = single_piece(given.mask, given.BLOCK_M)
+    whole = single_piece(given.mask, given.BLOCK_M) if parts is None else None
     if whole is not None:
         out, lse = _piece_forward(whole, given)
     else:
         out = torch.zeros_like(q)
         lse = torch.full(q.shape[:-1], -INFINITY, dtype=q.dtype)
         previous_row = -1
-        for piece in pieces(given.mask, given.BLOCK_M):
+        for piece in pieces(given.mask, given.BLOCK_M) if parts is None else parts:
             out_part, lse_part = _piece_forward(piece, given)
             if piece.m0 == previous_row:  # an earlier piece has other keys of these rows
                 out_part, lse_part = merge(piece.rows(out), piece.rows(lse), out_part, lse_part)
@@ -204,14 +209,20 @@ def _hide_blind_rows(lse: Tensor, added: Tensor, causal: bool) -> None:
     lse.masked_fill_(maybe_blind & ~visible.any(-1), -INFINITY)
 
 
-def backward(given: NativeProblem, out: Tensor, lse: Tensor, dout: Tensor) -> TileGradients:
+def backward(
+    given: NativeProblem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    parts: Iterable[Piece] | None = None,
+) -> TileGradients:
     """Gradients from the whole rows' `out` and `lse`; those of several kernel calls are added up in
-    the lse's dtype.
+    the lse's dtype. `parts` are as in `forward`.
     """
     bias, dtype, mask, scale, BLOCK_M = given[3:]
     q, k, v, out, dout = (_readable(x, dtype) for x in (*given[:3], out, dout))
     given = given._replace(q=q, k=k, v=v)
-    whole = single_piece(mask, BLOCK_M)
+    whole = single_piece(mask, BLOCK_M) if parts is None else None
     group = q.shape[1] // k.shape[1] if q.dtype.itemsize == 2 else 1
     assert bias is None or group == 1
     if whole is None or bias is not None:
@@ -222,7 +233,7 @@ def backward(given: NativeProblem, out: Tensor, lse: Tensor, dout: Tensor) -> Ti
         results = (dout, q, k, v, out, lse, 0.0, whole.causal)
         return TileGradients(*operators.native_backward(*results, attn_mask=added, scale=scale))
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-    for piece, member in product(pieces(mask, BLOCK_M), range(group)):
+    for piece, member in product(pieces(mask, BLOCK_M) if parts is None else parts, range(group)):
         heads = slice(member, None, group)
         piece_k, piece_v, added = piece.operands(given)
         dq_part, dk_part, dv_part = operators.native_backward(

@@ -16,6 +16,7 @@ MAX_HEAD_DIM = 576
 # the cache.
 PLAIN_BLOCK_M, PLAIN_BLOCK_N = 256, 256
 # The same of a call that is `batch_invariant`: a decoded query is padded to that many rows.
+# PyTorch's kernel has blocks of as many rows in calls of up to 191.
 WHOLE_BLOCK_M, WHOLE_BLOCK_N = 32, 256
 # Rows of a native tile if the mask has a left edge; smaller tiles compute fewer masked scores.
 NATIVE_WINDOW_BLOCK_M = 64
@@ -25,6 +26,7 @@ NATIVE_SPANS_BLOCK_M = 256
 NATIVE_BIAS_BLOCK_M = 256
 # With at least this many rows, the native kernel works in blocks of 256 rows; else in smaller ones.
 NATIVE_LARGE_BLOCKS = 768
+KERNEL_KEYS = 512  # the native kernel visits keys, and skips masked ones, in blocks of this many
 # Smallest native tile, in rows, of a 16-bit backward, which rounds after every block of rows.
 NATIVE_ROUNDING_BLOCK_M = 1024
 
@@ -32,8 +34,8 @@ NATIVE_ROUNDING_BLOCK_M = 1024
 class Plan(NamedTuple):
     """Kernel and tiles of one pass."""
 
-    # "native" (PyTorch's kernel on the unmasked pieces), "plain" (tiles.py), "whole"
-    # (whole_tiles.py) or "float8" (float8.py)
+    # "native" (PyTorch's kernel on the unmasked pieces), "plain" (tiles.py), "native whole" and
+    # "whole" (the same two in whole_tiles.py) or "float8" (float8.py)
     kernel: str
     compute_dtype: torch.dtype
     BLOCK_M: int
@@ -83,6 +85,11 @@ def _describe(plan: Plan) -> str:
         return (
             f"tiles of {plan.BLOCK_M} x {plan.BLOCK_N} with the roundings of a GPU's float8 units"
         )
+    if plan.kernel == "native whole":
+        return (
+            f"PyTorch's CPU flash kernel on tiles of {plan.BLOCK_M} x {plan.BLOCK_N} at fixed "
+            f"positions, in {dtype} (batch_invariant)"
+        )
     if plan.kernel == "whole":
         return (
             f"tiles of {plan.BLOCK_M} x {plan.BLOCK_N} at fixed positions, of one key head at a "
@@ -98,10 +105,13 @@ def _describe(plan: Plan) -> str:
 def _plan(problem: AttentionProblem, direction: str, lse_has_grad: bool) -> Plan:
     if problem.dtype in FLOAT8 and direction == "forward":
         return Plan("float8", torch.float32, PLAIN_BLOCK_M, FLOAT8_KEY_BLOCK, ())
+    reasons = _not_native(problem, lse_has_grad)
     if problem.options.batch_invariant:
         dtype = _compute_dtype(problem, direction, native=False)
-        return Plan("whole", dtype, WHOLE_BLOCK_M, WHOLE_BLOCK_N, ())
-    reasons = _not_native(problem, lse_has_grad)
+        # A bias may need other tiles where log-sum-exps are large, which another row would decide.
+        if reasons or problem.has_bias or problem.has_sink:
+            return Plan("whole", dtype, WHOLE_BLOCK_M, WHOLE_BLOCK_N, ())
+        return Plan("native whole", dtype, WHOLE_BLOCK_M, KERNEL_KEYS, ())
     compute_dtype = _compute_dtype(problem, direction, native=not reasons)
     if reasons:
         return Plan("plain", compute_dtype, PLAIN_BLOCK_M, PLAIN_BLOCK_N, tuple(reasons))

@@ -346,16 +346,22 @@ class Segment:
         return bias[tuple(index)]
 
 
-def segments(problem: AttentionProblem, operands: Operands) -> Iterable[Segment]:
-    """The segments of a call. Lengths are clamped to the sizes of the tensors."""
+def segments(
+    problem: AttentionProblem, operands: Operands, by_key_head: bool = False
+) -> Iterable[Segment]:
+    """The segments of a call. Lengths are clamped to the sizes of the tensors.
+
+    With `by_key_head`, each one has the rows of one key head of one sequence.
+    """
+    step = 1 if by_key_head else max(1, MAX_BATCH_HEADS // problem.Hq)
     # Whether sequences may differ in length, offset or mask, so that each one is a segment.
     has_own_mask = problem.block_tile is not None or problem.spans > 0 or problem.has_key_index
     is_ragged = problem.has_lengths or problem.page_size > 0 or has_own_mask
     if problem.layout == "dense" and not is_ragged:
-        found: Iterable[Segment] = _dense_segments(problem)
+        found: Iterable[Segment] = _dense_segments(problem, step)
     else:
-        found = _ragged_segments(problem, operands)
-    if problem.options.batch_invariant:
+        found = _ragged_segments(problem, operands, step)
+    if by_key_head:
         return chain.from_iterable(_of_key_heads(segment, problem.group) for segment in found)
     return found
 
@@ -380,9 +386,8 @@ def _of_key_heads(segment: Segment, group: int) -> Iterator[Segment]:
 
 
 @memoised(1024)
-def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
-    """A few batch rows each. They hold no tensor, so equal calls share them."""
-    step = 1 if problem.options.batch_invariant else max(1, MAX_BATCH_HEADS // problem.Hq)
+def _dense_segments(problem: AttentionProblem, step: int) -> tuple[Segment, ...]:
+    """`step` batch rows each. They hold no tensor, so equal calls share them."""
     heads, kv_heads = slice(0, problem.Hq), slice(0, problem.Hk)
     batches = (slice(b, min(b + step, problem.B)) for b in range(0, problem.B, step))
     return tuple(
@@ -393,9 +398,8 @@ def _dense_segments(problem: AttentionProblem) -> tuple[Segment, ...]:
     )
 
 
-def _ragged_segments(problem: AttentionProblem, operands: Operands) -> Iterator[Segment]:
+def _ragged_segments(problem: AttentionProblem, operands: Operands, step: int) -> Iterator[Segment]:
     sequences = _ragged_sequences(problem, operands)
-    step = 1 if problem.options.batch_invariant else max(1, MAX_BATCH_HEADS // problem.Hq)
     elsewhere = (
         operands.page_table, operands.cache_batch_idx, operands.tile_kinds, operands.key_index
     )  # fmt: skip
