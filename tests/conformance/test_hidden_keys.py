@@ -153,6 +153,29 @@ def test_bool_masks(rows, options, backend, seed):
     check(inputs, reference.probs, s, backend=backend, **options)
 
 
+def test_tangents_of_a_bias_beside_a_mask(seed):
+    """In forward mode a bool mask is a part of the bias, whose tangents hide nothing."""
+    inputs = random_inputs(generator(seed), SIZES, torch.float64)
+    inputs["bias"] = normal(generator(seed), 1, 1, SIZES.M, SIZES.N, dtype=torch.float64).detach()
+    padding = torch.arange(SIZES.N) < SIZES.N - 7
+
+    def moved(junk: float) -> tuple[torch.Tensor, torch.Tensor]:
+        tangents = {name: torch.ones_like(x) for name, x in inputs.items()}
+        for x in (tangents["k"], tangents["v"]):
+            x[:, ~padding] = junk
+
+        def call(*tensors: torch.Tensor) -> Any:
+            named = dict(zip(inputs, tensors, strict=True))
+            mask = padding.expand(SIZES.B, -1)
+            return flashtile.attention(**named, key_padding_mask=mask, return_lse=True)
+
+        return torch.func.jvp(call, tuple(inputs.values()), tuple(tangents.values()))[1]
+
+    for junk in JUNK:
+        for got, wanted in zip(moved(junk), moved(1.0), strict=True):
+            assert torch.equal(got, wanted)
+
+
 def test_probabilities(seed):
     g = generator(seed)
     inputs = random_inputs(g, SIZES, torch.float32)

@@ -260,7 +260,9 @@ def attend(
         dsink = row + along.sink[:, None, None] if "sink" in names else row
     parts = []
     for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
-        (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in (tp, along))
+        # Where the bias hides a key, its tangents do not show that.
+        pair = tp, along._replace(score=tp.score)
+        (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in pair)
         S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
         assert slope is not None
         dS = S
