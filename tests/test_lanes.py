@@ -5,6 +5,7 @@ Needs no GPU and no Triton.
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -94,3 +95,17 @@ def test_which_formats_have_lanes():
     assert not lanes_of(CacheFormat(64, lambda row, d: row[d] - row[d // 2] * 1.0), 2)
     assert not lanes_of(CacheFormat(64, lambda row, d: row[d] - d * 1.0), 2)
     assert not lanes_of(cache_formats.int8(64), 2, torch.float32)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_only_one_scale_is_multiplied_in_16_bits(count: int):
+    """The product of two may be rounded twice, or be too large."""
+
+    def unpack(row: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        scales = [row[64 + n].view(torch.float8_e5m2).float() for n in range(count)]
+        return math.prod(scales, start=row[d] - 128.0)
+
+    program = specialised(parsed(CacheFormat(66, unpack).program), range(0, 64, 2))
+    made = with_lanes(program, 32, torch.float16)
+    (line,) = (line for line in made.lines if line.op == LANES)
+    assert len(line.arguments) - 3 == (count == 1)

@@ -456,10 +456,11 @@ class Writer:
             return _BITS[name].format(*(self._as(x, line.dtype) for x in line.arguments))
         raise Untranslatable(line.op)
 
-    def _in(self, line: Line, template: str, arguments: Any = None) -> str:
+    def _in(self, line: Line, template: str, arguments: Any = None, compute: Any = None) -> str:
         """An expression in the dtype of its result; 16-bit numbers are computed in float32."""
         dtype = line.dtype
-        compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        if compute is None:
+            compute = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         given = line.arguments if arguments is None else arguments
         found = template.format(*(f"({self._as(x, compute)})" for x in given))
         return found if compute == dtype else f"({found}).to({TYPES[dtype]})"
@@ -513,7 +514,9 @@ class Writer:
     def _floor_divide_(self, line: Line) -> str:
         if line.dtype.is_floating_point:
             return self._in(line, "tl.floor({0} / {1})")
-        return self._in(line, "({0} - remainder_of({0}, {1})) // {1}")
+        # The difference may be below the least int8.
+        compute = torch.int32 if line.dtype in (torch.int8, torch.int16) else line.dtype
+        return self._in(line, "({0} - remainder_of({0}, {1})) // {1}", compute=compute)
 
     def _remainder_(self, line: Line) -> str:
         if line.dtype.is_floating_point:

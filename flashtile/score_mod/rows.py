@@ -144,6 +144,24 @@ def split_scale(program: Program, count: int) -> tuple[Program, Program | None]:
     return product(program, own, "own"), product(program, common, "common")
 
 
+def is_within(program: Program, count: int, least: float, most: float) -> bool:
+    """Whether elements 0 to `count` - 1 are known to be 0 or of magnitudes between two numbers,
+    whatever the row holds. Factors that read several bytes are not known.
+    """
+    low = high = 1.0
+    for x in factors(program):
+        part = product(program, [x], "factor")
+        sizes = [line.arguments[1][0] for line in part.lines if line.op == INTEGERS]
+        if len(sizes) > 1:
+            return False
+        rows = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, *(sizes or [1]))
+        found = unpacked(str(part), rows, count).double().abs()
+        found = found[(found > 0) & found.isfinite()]
+        if len(found):
+            low, high = low * float(found.min()), high * float(found.max())
+    return least <= low and high <= most
+
+
 def factors(program: Program) -> list[Any]:
     """The names and numbers whose product, in float32, is the result."""
     lines = {line.name: line for line in program.lines}

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from flashtile import cache_formats
+from flashtile import CacheFormat, cache_formats
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing import assert_close, floor_of, generator, normal, rounding_variance
 
@@ -45,6 +45,35 @@ def test_packed_rows(name: str, dtype: torch.dtype, splits: int, seed: int):
         wanted, plainly = getattr(truth, field), getattr(low, field)
         floor = floor_of(getattr(variance, field))
         assert_close(field, x, wanted, plainly, floor=floor, dtype=dtype, seed=seed)
+
+
+# By name, the bytes of a row of 64 elements and the function of one of them.
+OF_USERS = {
+    "integers beyond float16, scaled": (
+        128,
+        lambda row, d: cache_formats.number_at(row, 2 * d, torch.int16).int() * 16 * 2e-6,
+    ),
+    "tiny numbers, scaled": (
+        65,
+        lambda row, d: torch.exp2(row[d] / 16 - 36) * torch.exp2(row[64] / 128 + 20),
+    ),
+    "rounded down": (64, lambda row, d: (row[d].view(torch.int8) // 3).float() / 42),
+}
+
+
+@pytest.mark.parametrize("name", OF_USERS)
+def test_a_function_of_a_user(name: str, seed: int):
+    g, (size, unpack) = generator(seed), OF_USERS[name]
+    rows = torch.randint(0, 256, (2, 1, 40, 1, size), generator=g, dtype=torch.uint8)
+    own, dtype = CacheFormat(size, unpack), torch.float16
+    q, options = normal(g, 1, 3, 2, 64, dtype=dtype), Options(3, 40, 0.125)
+    unpacked = Operands(q, *own.unpacked(rows, 64).to(dtype))
+    truth = reference(unpacked, options).out
+    low = reference(unpacked, options, compute_dtype=dtype).out
+    programs = {"k_unpack": own.program, "v_unpack": own.program, "value_head_dim": 64}
+    packed = Operands(q, *rows)
+    problem = AttentionProblem.of(packed, options._replace(**programs))
+    assert_close("out", backend.forward(problem, packed)[0], truth, low, dtype=dtype, seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -72,8 +72,8 @@ def with_lanes(program: Program, count: int, dtype: torch.dtype) -> Program:
     """The program of `count` elements in which a `Conversion` makes, of their bytes, what depends
     on nothing else: the whole element, or a factor of it. The same program if none can.
 
-    The bytes follow each other in 16-bit words. If the other factors are exact in `dtype`, so is
-    their product with it but for one rounding, as in float32.
+    The bytes follow each other in 16-bit words. If there is one other factor and it is exact in
+    `dtype`, so is its product with the first but for one rounding, as in float32.
     """
     indices, lines = steps(program, count), {line.name: line for line in program.lines}
     # The bytes, or the index, on which lines depend
@@ -98,7 +98,7 @@ def with_lanes(program: Program, count: int, dtype: torch.dtype) -> Program:
     copied = [lines[x].arguments[0] for x in others if lines[x].op == "_to_copy.default"]
     exact = [x for x in copied if lines[x].dtype in (dtype, *FLOAT8)]
     scales = list[Line]()
-    if made.first.dtype == dtype and len(exact) == len(others):
+    if made.first.dtype == dtype and len(exact) == len(others) == 1:
         scales = [Line(Name(f"{x}_scale"), dtype, "_to_copy.default", (x,)) for x in exact]
         others = []
     arguments = ELEMENT, first // 2, made, *(x.name for x in scales)

@@ -19,7 +19,7 @@ import torch
 from ...gpu.score_source import TYPES, Untranslatable, Writer, module_of
 from ...lru import memoised
 from ...score_mod.program import ELEMENT, INTEGERS, Line, Name, Program, parsed
-from ...score_mod.rows import BLOCKS, blocked, specialised, split_scale, steps
+from ...score_mod.rows import BLOCKS, blocked, is_within, specialised, split_scale, steps
 from .lanes import Bits, with_lanes
 
 
@@ -44,7 +44,11 @@ def unpack_source(
     count = len(elements)
     program, scale = specialised(parsed(text), elements, "w"), None
     if is_scaled:
-        program, scale = split_scale(program, count)
+        first, common = split_scale(program, count)
+        limits = torch.finfo(dtype)
+        # Without the factor, an element may be outside of float16's range.
+        if dtype != torch.float16 or is_within(first, count, limits.tiny, limits.max):
+            program, scale = first, common
     lines, results = list[Line](), list[Name]()
     for n in range(pair):
         own = range(n, count, pair)
