@@ -133,7 +133,9 @@ def number_at(row: Tensor, first: Tensor | int, dtype: torch.dtype) -> Tensor:
 
 def _joined(*parts: Tensor, size: int) -> Tensor:
     """The bytes of all parts (..., n), one after the other, and zeros up to `size` bytes."""
-    rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+    # An empty tensor may have any strides, also after `contiguous`.
+    copies = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    rows = torch.cat([part.view(torch.uint8) for part in copies], -1)
     return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]))
 
 
@@ -225,7 +227,7 @@ def nvfp4(head_dim: int, scale: float = 1.0) -> CacheFormat:
         numbers = (blocks / _divisor(scales)).flatten(-2)
         # Halfway between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
         limits = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
-        codes = torch.bucketize(numbers.abs(), limits) + 8 * (numbers < 0)
+        codes = torch.bucketize(numbers.abs().contiguous(), limits) + 8 * (numbers < 0)
         return _joined(_halves(codes), scales, size=size)
 
     return CacheFormat(size, unpack, pack, head_dim)

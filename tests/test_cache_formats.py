@@ -290,6 +290,16 @@ def test_a_read_past_the_row_is_found_at_the_call():
         attention_with_kvcache(**given | {"cache_format": short})
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_no_tokens(name: str):
+    head_dim = 32
+    cache_format = KINDS[name].make(head_dim)
+    for sizes in ((0,), (2, 0, 1)):
+        rows = cache_format.packed(torch.zeros(*sizes, head_dim))
+        assert rows.shape == (*sizes, cache_format.bytes_per_row)
+        assert cache_format.unpacked(rows, head_dim).shape == (*sizes, head_dim)
+
+
 def test_bad_rows_and_functions():
     for rows in (torch.zeros(2, 48), torch.zeros(2, 47, dtype=torch.uint8)):
         with pytest.raises(ValueError, match=r"rows: got .* want torch\.uint8 \(\.\.\., 48\)"):
