@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 
 import pytest
 import torch
@@ -232,3 +233,16 @@ def test_bad_windows_and_tokens() -> None:
             folded.spans(window)
     with pytest.raises(TypeError, match="rollouts: want integers"):
         fold([[1.2, 3.0]])
+    for rows in (3, 5):
+        with pytest.raises(ValueError, match=rf"values: got shape \({rows}, 2\), want \(4, ...\)"):
+            folded.unfold(torch.zeros(rows, 2))
+        with pytest.raises(ValueError, match=rf"logits: got shape \({rows}, 9\), want \(4, ...\)"):
+            folded.log_probs(torch.zeros(rows, 9))
+
+
+def test_negative_tokens_have_no_probability() -> None:
+    """Placeholders of images, or padding of lists of equal lengths."""
+    folded = fold([[1, 2, -1], [1, 3, 2]])
+    found = folded.unfold(folded.log_probs(torch.zeros(5, 4))).tolist()
+    log_4 = pytest.approx(-math.log(4))
+    assert found == [[0, log_4, 0], [0, log_4, log_4]]

@@ -68,7 +68,11 @@ class Folded(NamedTuple):
 
         Returns:
             (rollouts, longest, ...).
+
+        Raises:
+            ValueError: there is no value for each token of the row.
         """
+        self._check_rows("values", values)
         is_padding = (self.rows < 0).view(*self.rows.shape, *[1] * (values.dim() - 1))
         return values[self.rows.clamp(min=0)].masked_fill(is_padding, fill)
 
@@ -80,13 +84,22 @@ class Folded(NamedTuple):
 
         Returns:
             (total,) in float32 or the logits' dtype, if that has more bits; 0 for tokens that
-            nothing predicts.
+            nothing predicts: those without a parent, and negative ones.
+
+        Raises:
+            ValueError: there are no logits for each token of the row.
         """
-        parents = self.parents.clamp(min=0)
+        self._check_rows("logits", logits)
+        parents, tokens = self.parents.clamp(min=0), self.tokens.long()
         wide = torch.promote_types(logits.dtype, torch.float32)
         normaliser = logits.to(wide).logsumexp(-1)
-        log_probs = logits[parents, self.tokens.long()].to(wide) - normaliser[parents]
-        return log_probs.masked_fill(self.parents < 0, 0.0)
+        log_probs = logits[parents, tokens.clamp(min=0)].to(wide) - normaliser[parents]
+        return log_probs.masked_fill((self.parents < 0) | (tokens < 0), 0.0)
+
+    def _check_rows(self, name: str, x: Tensor) -> None:
+        total = len(self.tokens)
+        if x.shape[:1] != (total,):
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({total}, ...)")
 
 
 def fold(rollouts: Sequence[Tensor | Sequence[int]]) -> Folded:
