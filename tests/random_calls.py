@@ -46,6 +46,7 @@ class RandomCall:
     seen: list[Tensor] = field(default_factory=list)  # bool (Hq, M, N) of each sequence
     score: Callable[..., Tensor] | None = None
     blocks: Tensor | None = None  # what `block_mask` says, bool (M, N)
+    lists: list[Tensor] = field(default_factory=list)  # likewise lists of keys, (Hq, M, N) each
     new: dict[str, Tensor] = field(default_factory=dict)  # keys and values that a cached call adds
 
     def __str__(self) -> str:
@@ -101,9 +102,11 @@ def draw_call(
     dtypes: Sequence[torch.dtype] = DTYPES,
     hidden: float = math.nan,
     layouts: Sequence[str] = LAYOUTS,
+    lists: float = 0.25,
 ) -> RandomCall:
     """The call of a seed, in one of `layouts` and `dtypes`, whose sequences have at most `longest`
-    queries and keys; tokens that no query sees are `hidden`."""
+    queries and keys; tokens that no query sees are `hidden`. A share of `lists` of the calls
+    without masks that exclude them has lists of keys."""
     d = Draw(seed, longest)
     layout = d.random.choice(layouts)
     dtype = d.random.choice(dtypes)
@@ -114,7 +117,9 @@ def draw_call(
     call = RandomCall(seed, layout, dtype, {})
     place = {"dense": _dense, "packed": _packed, "cached": _cached}[layout]
     sizes = place(d, call, B, (Hq, Hk, D, Dv))
-    _draw_options(d, call, sizes, (Hq, Hk, D))
+    _draw_options(d, call, sizes, (Hq, Hk))
+    if d.chance(lists) and not call.options.keys() & {"block_mask", "mask"}:
+        _draw_lists(d, call, sizes, (Hq, Hk))
     _hide(call, sizes, Hq, hidden)
     return call
 
@@ -216,10 +221,10 @@ def _cached(d: Draw, call: RandomCall, B: int, dims: tuple[int, ...]) -> list[tu
 
 
 def _draw_options(
-    d: Draw, call: RandomCall, sizes: list[tuple[int, int]], dims: tuple[int, int, int]
+    d: Draw, call: RandomCall, sizes: list[tuple[int, int]], dims: tuple[int, int]
 ) -> None:
     """Everything that changes a score."""
-    (Hq, _, D), B, options = dims, len(sizes), call.options
+    (Hq, _), B, options = dims, len(sizes), call.options
     wide = torch.promote_types(call.dtype, torch.float32)
     M, N = (max(x) for x in zip(*sizes, strict=True))
     if call.layout == "dense":
@@ -233,7 +238,7 @@ def _draw_options(
     if d.chance(0.15):
         options["attention_chunk"] = d.random.randint(1, 30)
     if d.chance(0.3):
-        options["softmax_scale"] = d.random.choice((0.1, 0.5, D**-0.5))
+        options["softmax_scale"] = d.random.choice((0.1, 0.5, -0.3, 0.0))
     if d.chance(0.2):
         options["softcap"] = d.random.choice((1.0, 5.0))
     if d.chance(0.2):
@@ -267,9 +272,66 @@ def _draw_options(
         options["block_mask"] = BlockMask.from_dense(call.blocks[None, None], tile)
 
 
+def _draw_lists(
+    d: Draw, call: RandomCall, sizes: list[tuple[int, int]], heads: tuple[int, int]
+) -> None:
+    """Lists of keys, or of blocks of them, of the queries of each sequence or block of queries."""
+    Hq, Hk = heads
+    is_index = d.chance(0.4)
+    rows, keys = (
+        (1, 1) if is_index else d.random.choice(((1, 4), (1, 16), (8, 8), (5, 3), (64, 32)))
+    )
+    options = call.options
+    if call.layout == "packed":
+        queries = options["cu_seqlens_q"].diff().tolist()
+        longest = options["max_seqlen_k"]
+    elif call.layout == "dense":
+        queries = [call.leaves["q"].shape[1]] * len(sizes)
+        longest = call.leaves["k"].shape[1]
+    else:
+        queries = [call.leaves["q"].shape[1]] * len(sizes)
+        cache = call.leaves["k_cache"]
+        longest = cache.shape[1]
+        if "page_table" in options:
+            longest *= options["page_table"].shape[1]
+    columns = -(-longest // keys)
+    listed_heads = d.random.choice((1, Hk))
+    top = d.random.randint(0, columns + 1)
+    is_shared = call.layout != "packed" and d.chance(0.3)
+
+    def lists(M: int) -> Tensor:  # (heads, blocks, top)
+        made = torch.full((listed_heads, -(-M // rows), top), -1, dtype=torch.int32)
+        for one in made.view(-1, top) if made.numel() else ():
+            count = d.random.randint(0, min(top, columns))
+            entries = [*d.random.sample(range(columns), count), *[-1] * (top - count)]
+            d.random.shuffle(entries)
+            one.copy_(torch.tensor(entries, dtype=torch.int32))
+        return made
+
+    drawn = [lists(M) for M in queries[: 1 if is_shared else None]]
+    if call.layout == "packed":
+        rest = call.leaves["q"].shape[0] - sum(queries)
+        if is_index:
+            drawn.append(lists(rest))
+        value = torch.cat(drawn, 1)[None]
+    else:
+        value = torch.stack(drawn)
+    drawn = (drawn * len(sizes))[: len(sizes)] if is_shared else drawn
+    if is_index:
+        options["key_index"] = value.transpose(1, 2).contiguous()
+    else:
+        options |= {"key_blocks": value, "block_size": (rows, keys)}
+    for one, (M, N) in zip(drawn, sizes, strict=False):
+        seen = (one[..., None] == torch.arange(columns)).any(-2)
+        seen = seen.repeat_interleave(rows, 1).repeat_interleave(keys, 2)[:, :M, :N]
+        call.lists.append(seen.expand(Hk, M, N).repeat_interleave(Hq // Hk, 0))
+
+
 def _hide(call: RandomCall, sizes: list[tuple[int, int]], Hq: int, hidden: float) -> None:
     """Work out what every query sees, and put `hidden` where no query looks."""
     call.seen = [_visible(call, b, m, n).expand(Hq, m, n) for b, (m, n) in enumerate(sizes)]
+    if call.lists:
+        call.seen = [x & y for x, y in zip(call.seen, call.lists, strict=True)]
     names = ("k_cache", "v_cache") if call.layout == "cached" else ("k", "v")
     looked_at = torch.zeros(
         call.leaves[names[0]].shape[: 2 if call.layout != "packed" else 1]
@@ -380,7 +442,9 @@ def floors(
     """
     eps = torch.finfo(call.dtype).eps
     wide = torch.finfo(torch.promote_types(call.dtype, torch.float32)).eps
-    linear = replace(call, score=None, options={**call.options, "softcap": 0.0})
+    scale = abs(call.options.get("softmax_scale", call.leaves["q"].shape[-1] ** -0.5))
+    changed = {"softcap": 0.0, "softmax_scale": scale}
+    linear = replace(call, score=None, options=call.options | changed)
     sizes = {n: x.detach().abs().nan_to_num(0).requires_grad_() for n, x in given.items()}
     total = torch.zeros((), dtype=torch.float64)
     of_out = torch.zeros_like(found.out.detach())
