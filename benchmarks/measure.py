@@ -41,6 +41,15 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Size in bytes of a device's memory; None if the system does not report it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def wall_timer(device: str) -> Timer:
     """Milliseconds of the wall clock until the device is done."""
     if torch.device(device).type == "cpu":

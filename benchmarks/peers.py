@@ -215,77 +215,66 @@ def fa2(case: Case, inputs: Inputs) -> Prepared:
 
 def fa2_package(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-2 from its authors, the package `flash_attn`."""
-    module = cuda_package("flash_attn", inputs)
-    refuse(
-        case,
-        bias="has no bias",
-        sink="has no sink",
-        chunk="has no chunks",
-        block_sparse="has no block mask",
-        value_dim="wants one head dim",
-        cache_dtype=OTHER_CACHE_DTYPE,
-        **FUNCTIONS_ALONE,
-    )
-    return _length_first(
-        case,
-        inputs,
-        {
-            "window_size": case.window,
-            "softcap": case.softcap,
-            "alibi_slopes": inputs.alibi_slopes,
-        },
-        dense=module.flash_attn_func,
-        packed=module.flash_attn_varlen_func,
-        cached=module.flash_attn_with_kvcache,
-        page_argument="block_table",
-    )
+    lacks = {
+        "bias": "has no bias",
+        "sink": "has no sink",
+        "chunk": "has no chunks",
+        "block_sparse": "has no block mask",
+        "value_dim": "wants one head dim",
+        "cache_dtype": OTHER_CACHE_DTYPE,
+    }
+    options = {"window_size": case.window, "alibi_slopes": inputs.alibi_slopes}
+    return _library("flash_attn", case, inputs, lacks, options, "block_table")
 
 
 def fa3(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-3, the module `flash_attn_interface`."""
-    module = cuda_package("flash_attn_interface", inputs)
-    refuse(
-        case,
-        bias="has no bias",
-        sink="has no sink",
-        alibi="has no ALiBi",
-        dropout="has no dropout",
-        block_sparse="has no block mask",
-        cache_dtype=OTHER_CACHE_DTYPE,
-        **FUNCTIONS_ALONE,
-    )
-    return _length_first(
-        case,
-        inputs,
-        {"window_size": case.window, "attention_chunk": case.chunk, "softcap": case.softcap},
-        dense=module.flash_attn_func,
-        packed=module.flash_attn_varlen_func,
-        cached=module.flash_attn_with_kvcache,
-    )
+    lacks = {
+        "bias": "has no bias",
+        "sink": "has no sink",
+        "alibi": "has no ALiBi",
+        "dropout": "has no dropout",
+        "block_sparse": "has no block mask",
+        "cache_dtype": OTHER_CACHE_DTYPE,
+    }
+    options = {"window_size": case.window, "attention_chunk": case.chunk}
+    return _library("flash_attn_interface", case, inputs, lacks, options)
 
 
 def fa4(case: Case, inputs: Inputs) -> Prepared:
     """FlashAttention-4 (CuTe DSL), the module `flash_attn.cute`."""
-    module = cuda_package("flash_attn.cute", inputs)
-    refuse(
-        case,
-        bias="has no bias",
-        sink="not set up for its sink",
-        alibi="has no ALiBi",
-        chunk="has no chunks",
-        dropout="has no dropout",
-        block_sparse="not set up for its block masks",
-        cached="has no cache function",
-        **FUNCTIONS_ALONE,
-    )
+    lacks = {
+        "bias": "has no bias",
+        "sink": "not set up for its sink",
+        "alibi": "has no ALiBi",
+        "chunk": "has no chunks",
+        "dropout": "has no dropout",
+        "block_sparse": "not set up for its block masks",
+        "cached": "has no cache function",
+    }
     window = tuple(None if side < 0 else side for side in case.window)
+    return _library("flash_attn.cute", case, inputs, lacks, {"window_size": window})
+
+
+def _library(
+    name: str,
+    case: Case,
+    inputs: Inputs,
+    lacks: dict[str, str],
+    options: dict[str, Any],
+    page_argument: str = "page_table",
+) -> Prepared:
+    """One of FlashAttention's own modules, except for what it lacks."""
+    module = cuda_package(name, inputs)
+    refuse(case, **lacks, **FUNCTIONS_ALONE)
     return _length_first(
         case,
         inputs,
-        {"window_size": window, "softcap": case.softcap},
+        {**options, "softcap": case.softcap},
         dense=module.flash_attn_func,
         packed=module.flash_attn_varlen_func,
-        cached=None,
+        cached=getattr(module, "flash_attn_with_kvcache", None),
+        page_argument=page_argument,
     )
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.cli.machine import memory_bytes
-
+from .measure import memory_bytes
 from .shapes import Case, Inputs
 
 EXTRA_LEAVES = ("bias", "sink", "relative_bias")  # beside q, k and v

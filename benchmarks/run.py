@@ -12,7 +12,6 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from flashtile.cli.machine import memory_bytes
 from flashtile.cli.timing import Call, Timer, Timing, interleave, timer_for
 from flashtile.testing import attention_reference, attention_varlen_reference
 
@@ -24,6 +23,7 @@ from .measure import (
     captured,
     errors,
     matmul_tflops,
+    memory_bytes,
     peak_bytes,
     read_gbps,
 )

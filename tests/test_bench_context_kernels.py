@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import csv
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +16,13 @@ SMALL = ["--seq-len", "256", "--heads", "4", "2", "--head-dim", "8", "--ranks", 
 
 
 @pytest.mark.parametrize("variant", ["dense", "window", "packed"])
-def test_it_times_what_the_executor_calls(
-    variant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernels", *FAST, *SMALL, "--variants", variant])
-    kernels.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if " | " in line]
+def test_it_times_what_the_executor_calls(variant: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernels.csv"
+    assert kernels.main([*FAST, *SMALL, "--variants", variant, "--csv", str(path)]) == 0
+    with path.open() as file:
+        lines = list(csv.DictReader(file))
     assert len(lines) == 4  # one group of heads and two, two passes
     for line in lines:
-        assert " | cpu | " in line
-        difference = float(line.split(" | ")[-1].split(",")[0])
+        assert line["backend"] == "cpu"
+        difference = float(line["out: largest difference, equal"].split(",")[0])
         assert difference < 1e-6

@@ -9,10 +9,12 @@ rank's time and the number of ranks, it also shows how well the ranks are balanc
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense, Packed
 from flashtile.call.prepare import describe
+from flashtile.cli import integer
 from flashtile.cli.timing import Timing, interleave, timer_for
 from flashtile.distributed import executor, partition
 from flashtile.distributed.arguments import UsedTokens
@@ -32,11 +35,20 @@ from flashtile.distributed.strategy import Strategy
 from flashtile.problem import AttentionProblem, Operands, Options
 from flashtile.testing.wires import ThreadCommunicator, run_ranks
 
-from ..report import print_table
+from ..command import Command
 from .cases import ContextCase
 
 Call = Callable[[], Any]
 PASSES = ("forward", "backward")
+SUBJECT = {"case": 30, "ranks x groups": 14, "backend": 14, "pass": 8}
+SHARES = {"one GPU / sum": 13, "one GPU / ranks x slowest": 25}
+COLUMNS = {
+    **SUBJECT,
+    "one GPU, ms": 11,
+    "ranks, ms": 24,
+    **SHARES,
+    "out: largest difference, equal": 30,
+}
 
 
 class Calls(NamedTuple):
@@ -159,7 +171,7 @@ def in_turn(calls: list[Call]) -> None:
 def measured(
     case: ContextCase, ranks: int, head_groups: int, backend: str | None, device: str, ms: float
 ) -> Iterator[list[str]]:
-    """The lines of a case."""
+    """The lines of a case, as `COLUMNS` says."""
     lengths = case.lengths(ranks)
     whole = whole_call(case, lengths, device)
     alone, want = whole.calls()
@@ -187,42 +199,34 @@ def measured(
         ]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.context.kernels")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 2], help="of key heads")
-    parser.add_argument(
-        "--variants", nargs="+", default=["dense"], help="dense, window, packed, document"
-    )
-    parser.add_argument("--seq-len", type=int, default=8192, help="of each rank")
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8])
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", help="of the ranks; by default the one that runs their calls")
-    parser.add_argument(
-        "--budget-ms", type=float, default=400.0, help="to measure a pass of a case"
-    )
-    args = parser.parse_args()
-    headings = ["case", "ranks x groups", "backend", "pass", "one GPU, ms", "ranks, ms"]
-    headings += ["one GPU / sum", "one GPU / ranks x slowest", "out: largest difference, equal"]
-    lines: list[list[str]] = []
-    for variant in args.variants:
+def measured_cases(args: Namespace) -> Iterator[list[str]]:
+    """The lines of all cases."""
+    for variant, ranks, groups in product(args.variants, args.ranks, args.groups):
         # A document is a packed batch of one sequence: what packing costs one GPU.
         window = 1024 if variant == "window" else 0
-        q_heads, kv_heads = args.heads
-        shape = (q_heads, kv_heads, args.head_dim, args.seq_len, window)
+        shape = (*args.heads, args.head_dim, args.seq_len, window)
         case = ContextCase(variant, args.dtype, *shape)
-        for ranks in args.ranks:
-            for groups in args.groups:
-                for line in measured(
-                    case, ranks, groups, args.backend, args.device, args.budget_ms
-                ):
-                    print(*line, sep=" | ", flush=True)  # if the run is cut short
-                    lines.append(line)
-    print_table(headings, lines)
+        yield from measured(case, ranks, groups, args.backend, args.device, args.budget_ms)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    command = Command("context.kernels", __doc__)
+    integer(command, "--ranks", (2, 4), "numbers of ranks")
+    integer(command, "--groups", (1, 2), "groups of key heads")
+    command.add_argument(
+        "--variants", nargs="+", default=["dense"], help="dense, window, packed, document"
+    )
+    integer(command, "--seq-len", 8192, "tokens of each rank")
+    command.add_argument("--heads", type=int, nargs=2, default=[32, 8])
+    integer(command, "--head-dim", 128, "size of a head")
+    command.add_argument("--dtype", default="bfloat16")
+    command.add_argument("--backend", help="of the ranks; by default the one that runs their calls")
+    command.add_argument(
+        "--budget-ms", type=float, default=400.0, help="to measure a pass of a case"
+    )
+    return command.run(argv, COLUMNS, measured_cases)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

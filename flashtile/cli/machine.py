@@ -106,15 +106,6 @@ def missing_device(device: str) -> str | None:
     return None if parsed.type in ("cpu", "cuda") else "want cpu or cuda:N"
 
 
-def memory_bytes(device: torch.device) -> int | None:
-    """Size in bytes of a device's memory; None if the system does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
 def commit() -> str | None:
     """The commit of the checkout that this file belongs to, with ``-dirty`` if it has changes.
 
