@@ -373,7 +373,10 @@ def measure(names: list[str], warm_runs: int, output: Path | None) -> None:
     """Print the stages of the cases, medians where the cache is warm; also write them to a CSV."""
     from flashtile.cli.machine import provenance
 
-    origin = provenance(device(), "python -m benchmarks.first_call")
+    from .rows import recorded
+
+    command = recorded(["python", "-m", "benchmarks.first_call"], sys.argv[1:])
+    origin = provenance(device(), command)
     columns = ("case", "cache", "runs", *STAGES, "failed", *origin)
     print(f"{'case':23s} {'cache':5s} " + " ".join(f"{stage:>12s}" for stage in STAGES))
     with output.open("w", 1, "utf-8", newline="") if output else nullcontext() as file:

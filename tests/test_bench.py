@@ -134,6 +134,8 @@ def test_interleave_stops_when_the_budget_is_spent() -> None:
     assert len(samples["a"]) == 10
     samples = timing.interleave({"a": lambda: 10.0}, FakeClock(), budget_ms=5, min_rounds=7)
     assert len(samples["a"]) == 7
+    samples = timing.interleave({"a": lambda: 10.0}, FakeClock(), budget_ms=5, min_rounds=201)
+    assert len(samples["a"]) == 201  # more than `MAX_ROUNDS`, which asks for no fewer
 
 
 def test_interleave_repeats_short_calls_in_their_turn() -> None:
