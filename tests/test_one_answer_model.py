@@ -1,11 +1,12 @@
-"""A small SmolLM2 (random weights): log-probabilities in packed training have the bits of those of
-its own generation from a paged cache.
+"""SmolLM2, a small one with random weights and the real one where `make demo` has fetched it: its
+log-probabilities in packed training have the bits of those of its generation from a paged cache.
 
 Linear layers, norms and activations work row by row, so that attention is all that sees the layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flashtile
+from examples.demo.inputs import MissingInputError, find_model, load
 from flashtile.testing import cu_seqlens
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is missing")
@@ -70,26 +72,37 @@ class PagedCache:
         return out
 
 
-def smol() -> tuple[Any, list[Attention]]:
+def small() -> Any:
     config = transformers.LlamaConfig(
         hidden_size=72, num_attention_heads=9, num_key_value_heads=3, intermediate_size=96,
         num_hidden_layers=2, vocab_size=67, tie_word_embeddings=True, head_dim=8,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def real() -> Any:
+    try:
+        return load(find_model(), "cpu")[0]
+    except MissingInputError as error:
+        pytest.skip(str(error))
+
+
+def attentions_of(model: Any) -> list[Attention]:
+    """Those that replace the attention of each layer; all else works row by row from here on."""
     positions = torch.arange(LONGEST)[None]
     tables = model.model.rotary_emb(torch.zeros(1), positions)
     attentions = []
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, RowByRow(getattr(layer.self_attn, name)))
-        layer.self_attn = Attention(layer.self_attn, config, (tables[0][0], tables[1][0]))
+        layer.self_attn = Attention(layer.self_attn, model.config, (tables[0][0], tables[1][0]))
         attentions.append(layer.self_attn)
         layer.mlp = RowByRow(layer.mlp)
         layer.input_layernorm = RowByRow(layer.input_layernorm)
         layer.post_attention_layernorm = RowByRow(layer.post_attention_layernorm)
     model.model.norm = RowByRow(model.model.norm)
     model.lm_head = RowByRow(model.lm_head)
-    return model, attentions
+    return attentions
 
 
 log_softmax = RowByRow(nn.LogSoftmax(-1))
@@ -103,15 +116,19 @@ def log_probs(model: Any, tokens: Tensor, positions: Tensor) -> Tensor:
     return log_softmax(model.lm_head(model.model.norm(hidden)))
 
 
-@pytest.mark.parametrize("page_size", [3, 16])
-def test_trained_log_probabilities_are_those_of_generation(page_size: int, seed: int) -> None:
+@pytest.mark.parametrize(("make", "page_size"), [(small, 3), (small, 16), (real, 3)])
+def test_trained_log_probabilities_are_those_of_generation(
+    make: Callable[[], Any], page_size: int, seed: int
+) -> None:
     torch.manual_seed(seed)
-    model, attentions = smol()
+    model = make()
+    attentions, config = attentions_of(model), model.config
+    cache_shape = config.num_key_value_heads, config.head_dim
     prompts, new = [5, 17, 2], 9  # tokens before each answer, and of the answers
     count = len(prompts)
     pages = -(-LONGEST // page_size)
     table = torch.randperm(count * pages).view(count, pages).int()
-    caches = [PagedCache(table, page_size, 3, 8) for _ in attentions]
+    caches = [PagedCache(table, page_size, *cache_shape) for _ in attentions]
     answers: list[Tensor] = []
     served: list[Tensor] = []
     with flashtile.batch_invariant(), torch.no_grad():
@@ -119,10 +136,10 @@ def test_trained_log_probabilities_are_those_of_generation(page_size: int, seed:
             attention.attend = cache.attend
         last = []
         for b, length in enumerate(prompts):  # each prompt in a prefill of its own
-            tokens = torch.randint(67, (1, length))
+            tokens = torch.randint(config.vocab_size, (1, length))
             answers.append(tokens[0])
             for attention, cache in zip(attentions, caches, strict=True):
-                alone = PagedCache(table[b : b + 1], page_size, 3, 8)
+                alone = PagedCache(table[b : b + 1], page_size, *cache_shape)
                 alone.k, alone.v = cache.k, cache.v
                 attention.attend = alone.attend
             last.append(log_probs(model, tokens, torch.arange(length)[None])[0, -1])
