@@ -34,6 +34,13 @@ SHORT = "tests/kernels/test_interpreter_short.py::test_forward_and_backward -k"
 
 TRITON: list[Planted] = [
     Planted(
+        "triton: kernels are compiled anew for other lengths and strides",
+        "kernel",
+        "do_not_specialize=[*fields, *unspecialised]",
+        "do_not_specialize=[*unspecialised]",
+        "tests/kernels/test_variants.py -k triton",
+    ),
+    Planted(
         "triton: the odd elements of a packed row are its even ones",
         "unpack_source",
         "range(n, count, pair)",
@@ -75,8 +82,8 @@ TRITON: list[Planted] = [
     Planted(
         "triton: packed rows past the end are read",
         "row_pointers",
-        "tl.maximum(count - 1, 0)",
-        "tl.maximum(count, 0)",
+        "tl.maximum(sequence.N - 1, 0)",
+        "tl.maximum(sequence.N, 0)",
         "tests/kernels/test_interpreter_formats.py -k int8",
         interpreted=True,
     ),
@@ -161,8 +168,8 @@ TRITON: list[Planted] = [
     Planted(
         "triton, batch_invariant: parts begin with what the tile sees",
         "forward_kernel",
-        "first = part * steps",
-        "first = ranges[0][0] + (part - first_part) * steps",
+        "first = part * part_tiles",
+        "first = steps[0][0] + (part - first_part) * part_tiles",
         "tests/kernels/test_interpreter_invariance.py -k 'decoded and window and parts'",
         interpreted=True,
     ),
@@ -193,23 +200,23 @@ TRITON: list[Planted] = [
     Planted(
         "triton: right side of a window",
         "visible_keys",
-        "p + mask.right + 1, positions",
-        "p + mask.right, positions",
+        "p + mask.right + 1, sequence",
+        "p + mask.right, sequence",
         f"{CASES} 'full and tiles'",
         interpreted=True,
     ),
     Planted(
         "triton: left side of a window",
         "visible_keys",
-        "p - mask.left, positions",
-        "p - mask.left + 1, positions",
+        "p - mask.left, sequence",
+        "p - mask.left + 1, sequence",
         f"{CASES} 'left and window'",
         interpreted=True,
     ),
     Planted(
         "triton: first key of a chunk",
         "visible_keys",
-        "start = tl.maximum(start, keys_before(chunk, positions, N, cfg))",
+        "start = tl.maximum(start, keys_before(chunk, sequence, cfg))",
         "start = start",
         f"{CASES} chunk",
         interpreted=True,
@@ -329,7 +336,7 @@ TRITON: list[Planted] = [
     Planted(  # shows where a tile begins one row before those that see it
         "triton: dK and dV begin one query late",
         "seeing_rows",
-        "j - mask.right, positions",
+        "j - mask.right, sequence",
         "j - mask.right + 1, positions",
         f"{CASES} 'window-float and not left'",
         interpreted=True,
@@ -369,8 +376,8 @@ TRITON: list[Planted] = [
     Planted(  # right on the diagonal
         "triton: dropout of dK and dV at the rows of the keys",
         "add_queries",
-        "offs_m[:, None], n0, positions",
-        "offs_m[:, None], m0, positions",
+        "offs_m[:, None], n0, sequence",
+        "offs_m[:, None], m0, sequence",
         f"{CASES} [dropout-",
         interpreted=True,
     ),

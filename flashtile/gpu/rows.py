@@ -48,21 +48,25 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, 0, *stride)
 
 
+def fields_of(**tuples: Any) -> dict[str, Any]:
+    """The arguments ``x_field`` of a kernel for each named tuple `x`: see `kernel.kernel`."""
+    return {
+        f"{name}_{field}": value
+        for name, x in tuples.items()
+        for field, value in zip(x._fields, x, strict=True)
+    }
+
+
 def row_arguments(**tensors: Tensor | None) -> dict[str, Any]:
     """The arguments ``q_ptr``, ``q_batch``, ``q_row`` and ``q_head`` for a tensor `q`, shaped as in
     `rows_of`, with adjacent elements; for None, a pointer that is None.
     """
-    strides = {name: (0, 0, 0) if x is None else _row_strides(x) for name, x in tensors.items()}
-    return {
-        f"{name}_{field}": value
-        for name, x in tensors.items()
-        for field, value in zip(HeadRows._fields, (x, *strides[name]), strict=True)
-    }
-
-
-def row_argument_names(*names: str) -> list[str]:
-    """The names of `row_arguments`."""
-    return [f"{name}_{field}" for name in names for field in HeadRows._fields]
+    return fields_of(
+        **{
+            name: HeadRows(x, *((0, 0, 0) if x is None else _row_strides(x)))
+            for name, x in tensors.items()
+        }
+    )
 
 
 def with_adjacent_elements(x: Tensor) -> Tensor:

@@ -342,9 +342,13 @@ def function_of(source: str) -> Any:
     """
     name = f"score_{hashlib.sha256(source.encode()).hexdigest()[:20]}"
     source = source.replace("def score(", f"def {name}(")
-    filename = f"<flashtile {name}>"
+    return define(name, source, {"__name__": f"flashtile.generated.{name}"})
+
+
+def define(name: str, source: str, namespace: dict[str, Any]) -> Any:
+    """The function `name` of a source, which Triton can read."""
+    filename = f"<{namespace['__name__']}.{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": f"flashtile.generated.{name}"}
     exec(compile(source, filename, "exec"), namespace)
     return namespace[name]
 

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.arguments import RowPositions, Sequences
+from flashtile.backends.triton.arguments import Dropout, Lengths, Sequence, Sequences
 from flashtile.backends.triton.tiles import kept
 from flashtile.dropout import draw_rng_state, first_kept, keep_mask, random_bits
 from flashtile.gpu.dropout import dropout_key
@@ -39,8 +39,9 @@ def kept_kernel(kept_ptr, rng_ptr, at, first, b, h, m0, cfg: tl.constexpr):
     rows = tl.arange(0, cfg.BLOCK_M)[:, None]
     columns = tl.arange(0, cfg.BLOCK_N)[None, :]
     n0 = tl.program_id(0) * cfg.BLOCK_N
-    positions = RowPositions(0, at, b)
-    found = kept(dropout_key(rng_ptr), first, b, h, m0 + rows, n0, positions, cfg)
+    sequence = Sequence(b, 0, 0, 0, 0, Lengths(at, 0, 0, 0, 0, 0, 0, 0))
+    dropout = Dropout(dropout_key(rng_ptr), first)
+    found = kept(dropout, m0 + rows, n0, sequence, h, cfg)
     width = tl.num_programs(0) * cfg.BLOCK_N
     tl.store(kept_ptr + rows * width + n0 + columns, found)
 

@@ -20,7 +20,7 @@ NOT_IN_CAPITALS = {
     "unpack",
 }
 POINTER_USERS = {f"{x}.{y}" for x in ("tl", "gl") for y in ("load", "store", "atomic_add")}
-JITS = ("triton.jit", "gluon.jit")
+JITS = ("triton.jit", "gluon.jit", "kernel(")
 
 
 def kernels(source: str) -> Iterator[ast.FunctionDef]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...dropout import first_kept, keep_rate
-from ...gpu.rows import at_boundary, row_argument_names
+from ...gpu.rows import at_boundary, fields_of
 from ...masks import as_kernel_number
 from ...problem import AttentionProblem, NewTokens, Operands
 
@@ -122,36 +122,21 @@ class Lists(NamedTuple):
     has_heads: int
 
 
-# Triton specialises the numbers in a tuple argument, so a tuple that holds lengths would recompile
-# the kernel for new lengths. The kernels build the tuples below from separate arguments.
+# The tuples below hold lengths, so the kernels get their fields as separate arguments: see
+# `gpu/kernel.py`.
 
 
 class Lengths(NamedTuple):
-    """Bounds of all sequences, and the tensors that locate each sequence."""
+    """The tensors that locate each sequence, and bounds of all sequences."""
 
+    at: Any  # Sequences
     B: Any
     M: Any
     N: Any
     total_q: Any  # rows of a packed q
     total_k: Any  # number of rows of a packed k, rows of a cache, or pages
     page_columns: Any
-    at: Any  # Sequences
-
-
-class RowPositions(NamedTuple):
-    """Where the rows of a sequence stand: see `tiles.positions_of`."""
-
-    shift: Any  # keys minus queries
-    at: Any  # Sequences
-    b: Any  # the sequence
-
-
-class RowStats(NamedTuple):
-    """Of the rows of a backward, in pointers or tiles: see `backward_pass.delta_kernel`."""
-
-    pivot: Any
-    log_sum: Any  # unused without HAS_LARGE_SCORES
-    delta: Any
+    heads: Any
 
 
 class Mask(NamedTuple):
@@ -160,6 +145,8 @@ class Mask(NamedTuple):
     left: Any
     right: Any
     chunk: Any
+    rows: Any  # of tiles of a block mask, and columns
+    columns: Any
     data: Any  # MaskData
 
 
@@ -170,64 +157,74 @@ class Score(NamedTuple):
     bias: Any  # Bias
 
 
-class Blocks(NamedTuple):
-    """A block mask, its numbers of tile rows and columns, and the number of heads."""
+# The tuples below exist in kernels only.
 
-    data: Any  # MaskData
-    rows: Any
-    columns: Any
-    heads: Any
+
+class Sequence(NamedTuple):
+    """One sequence: its first row and number of queries, and of keys."""
+
+    b: Any
+    start_q: Any
+    M: Any
+    start_k: Any
+    N: Any
+    lengths: Any  # Lengths
+
+
+class Dropout(NamedTuple):
+    """What `tiles.kept` needs to know."""
+
+    key: Any  # 0 without dropout
+    first_kept: Any
+
+
+class RowStats(NamedTuple):
+    """Of the rows of a backward, in pointers or tiles: see `backward_pass.delta_kernel`."""
+
+    pivot: Any
+    log_sum: Any  # unused without HAS_LARGE_SCORES
+    delta: Any
 
 
 NO_LISTS = Lists(None, None, 0, 0)
 NO_BIAS = Bias(None, 0, 0, 0, 0, 0)
 NO_NEW = {"new": None, "added": 0, "table_rows": 0}
 
-# Arguments that change with lengths.
-NUMBERS = (
-    "B", "M", "N", "total_q", "total_k", "page_columns", "left", "right", "chunk", "heads",
-    "mask_rows",
-    "mask_columns", "first_kept",
+# What kernels take that Triton must not specialise: tensors that are read by rows of any length,
+# where alignment saves nothing, and a number.
+UNSPECIALISED = (
+    "lse_ptr", "lost_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr",
+    "first_kept",
 )  # fmt: skip
-# Tensors that are read by rows of any length, where alignment saves nothing.
-POINTERS = ("lse_ptr", "lost_ptr", "pivot_ptr", "delta_ptr", "dlse_ptr", "sink_ptr", "rng_ptr")
-
-
-def unspecialised(*tensors: str) -> list[str]:
-    """The arguments that Triton must not specialise, of a kernel that takes the `row_arguments` of
-    `tensors`.
-    """
-    return [*NUMBERS, *POINTERS, *row_argument_names(*tensors)]
-
-
-def numbers_of(problem: AttentionProblem, operands: Operands) -> dict[str, int]:
-    """`NUMBERS` of a call."""
-    options, page_table, kinds = problem.options, operands.page_table, operands.tile_kinds
-    return {
-        "B": problem.B,
-        "M": problem.M,
-        "N": problem.N,
-        "total_q": operands.q.shape[0],
-        "total_k": operands.k.shape[0],
-        "page_columns": 0 if page_table is None else page_table.shape[1],
-        "left": as_kernel_number(options.window_left),
-        "right": as_kernel_number(options.window_right),
-        "chunk": as_kernel_number(options.attention_chunk),
-        "heads": problem.Hq,
-        "mask_rows": 0 if kinds is None else kinds.shape[2],
-        "mask_columns": 0 if kinds is None else kinds.shape[3],
-        "first_kept": first_kept(options.dropout_p),
-    }
 
 
 def common_of(problem: AttentionProblem, operands: Operands) -> dict[str, Any]:
-    """The arguments that every kernel over scores takes."""
-    return numbers_of(problem, operands) | {
-        "at": sequences_of(problem, operands),
-        "score_data": score_of(problem, operands),
-        "bias": NO_BIAS if operands.bias is None else bias_of(operands.bias, problem.N),
-        "mask_data": masks_of(operands),
-        "rng_ptr": operands.rng_state if problem.options.dropout_p > 0 else None,
+    """The arguments that kernels over scores take, not all of them all."""
+    options, page_table, kinds = problem.options, operands.page_table, operands.tile_kinds
+    lengths = Lengths(
+        at=sequences_of(problem, operands),
+        B=problem.B,
+        M=problem.M,
+        N=problem.N,
+        total_q=operands.q.shape[0],
+        total_k=operands.k.shape[0],
+        page_columns=0 if page_table is None else page_table.shape[1],
+        heads=problem.Hq,
+    )
+    mask = Mask(
+        left=as_kernel_number(options.window_left),
+        right=as_kernel_number(options.window_right),
+        chunk=as_kernel_number(options.attention_chunk),
+        rows=0 if kinds is None else kinds.shape[2],
+        columns=0 if kinds is None else kinds.shape[3],
+        data=masks_of(operands),
+    )
+    bias = NO_BIAS if operands.bias is None else bias_of(operands.bias, problem.N)
+    score = Score(score_of(problem, operands), bias)
+    return {
+        **fields_of(lengths=lengths, mask=mask, score=score),
+        "rng_ptr": operands.rng_state if options.dropout_p > 0 else None,
+        "first_kept": first_kept(options.dropout_p),
     }
 
 

@@ -13,10 +13,11 @@ import triton.language as tl
 
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
-from .arguments import Blocks, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
-from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
+from .arguments import UNSPECIALISED, Dropout, Lengths, Mask, RowStats, Score, Sequence
+from .masks import full_tile_of, in_spans, load_intervals, masked_tile_of, steps_of_queries
 from .products import add_product, operand, product, rounded_to_tf32
 from .tiles import (
     between,
@@ -28,6 +29,8 @@ from .tiles import (
     kept,
     key_span,
     list_row,
+    load_key_tile,
+    load_query_tile,
     load_rows,
     load_tile,
     masked_tile,
@@ -38,7 +41,9 @@ from .tiles import (
     seeing_rows,
     stats_count,
     stats_start,
+    store_key_tile,
     store_rows,
+    tile_of_queries,
     tile_phases,
     tile_source,
     visible_keys,
@@ -46,20 +51,17 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["rows_total", *unspecialised("out", "dout")])
+@kernel(*UNSPECIALISED, "rows_total", "heads")
 def delta_kernel(
-    out_ptr, out_batch, out_row, out_head, dout_ptr, dout_batch, dout_row, dout_head, lse_ptr,
-    dlse_ptr, delta_ptr, pivot_ptr, rows_total, heads, BLOCK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, ALIGNMENT: tl.constexpr, HAS_LARGE_SCORES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out: HeadRows, dout: HeadRows, lse_ptr, dlse_ptr, delta_ptr, pivot_ptr, rows_total, heads,
+    BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGNMENT: tl.constexpr,
+    HAS_LARGE_SCORES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For every row of one head: delta = rowsum(dO * O) minus the gradient of the log-sum-exp, and
     the log-sum-exp as the pivot of its scores.
 
     HAS_LARGE_SCORES: zeros follow the pivots of all rows; see `row_sums_kernel`.
     """
-    out = HeadRows(out_ptr, out_batch, out_row, out_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
     h = tl.program_id(0) % heads
     b = tl.program_id(0) // heads
     zero = b * 0
@@ -91,12 +93,13 @@ def delta_kernel(
 
 
 @triton.jit
-def stats_at(pivot_ptr, delta_ptr, start, lengths, heads, cfg: tl.constexpr):
-    """Pointers to the statistics of the rows from `start`."""
+def stats_at(pivot_ptr, delta_ptr, sequence, h, cfg: tl.constexpr):
+    """Pointers to the statistics of the first row of a sequence and head."""
+    start = stats_start(sequence, h)
     pivot = pivot_ptr + start
     log_sum = pivot  # a function of Triton cannot return None in a tuple
     if cfg.HAS_LARGE_SCORES:
-        log_sum += stats_count(lengths, heads)
+        log_sum += stats_count(sequence.lengths)
     return RowStats(pivot, log_sum, delta_ptr + start)
 
 
@@ -140,8 +143,7 @@ def recompute_p(
     keys,
     visible,
     corners,
-    positions,
-    b,
+    sequence,
     h,
     score,
     M,
@@ -150,7 +152,7 @@ def recompute_p(
 ):
     """P = exp(S - lse) of a tile or of a transposed tile, whose rows have `stats`."""
     # The shape of `qk`, as `visible`.
-    s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, M, corners, sequence, h, score, cfg)
     p = exponentials(s, stats.pivot, exponent_factor(score, cfg), cfg, stats.log_sum)
     if IS_MASKED:
         if cfg.HAS_HIDDEN_KEYS:  # rows past the end see keys that no row sees, and NaN - inf is NaN
@@ -170,14 +172,14 @@ def drop(x, keep, scale, cfg: tl.constexpr):
 @triton.jit
 def add_queries(
     dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0, keys,
-    start_q, M, N, positions, b, h, mask,
-    score, blocks, first_kept, drop_key, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
+    sequence, h, mask, score, dropout, IS_MASKED: tl.constexpr, HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dK and dV: the queries [m0, m0 + BLOCK_M). Tiles of scores are transposed,
     (BLOCK_N, BLOCK_M).
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    M, N = sequence.M, sequence.N
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[None, :]
     # (BLOCK_M, BLOCK_D)
@@ -202,20 +204,18 @@ def add_queries(
         stats = load_stats(stats, offs_m, M, IS_MASKED, 0, cfg)
     visible = keys < N
     if IS_MASKED:
-        start, stop = visible_keys(rows, N, positions, mask, cfg)
-        intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+        start, stop = visible_keys(rows, sequence, mask, cfg)
+        intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
-            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+            visible = in_block_mask(rows, keys, visible, sequence, h, mask, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
         # (BLOCK_N, BLOCK_M), from (BLOCK_M, BLOCK_N)
-        keep = tl.trans(kept(drop_key, first_kept, b, h, offs_m[:, None], n0, positions, cfg))
+        keep = tl.trans(kept(dropout, offs_m[:, None], n0, sequence, h, cfg))
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
     # (BLOCK_N, BLOCK_M)
-    p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
-    )  # fmt: skip
+    p = recompute_p(qk, stats, rows, keys, visible, corners, sequence, h, score, M, IS_MASKED, cfg)
     if not IS_DP_FIRST:
         # (BLOCK_M, BLOCK_DV)
         do_tile = load_tile(
@@ -234,9 +234,7 @@ def add_queries(
             # (BLOCK_N, BLOCK_DV) @ (BLOCK_DV, BLOCK_M) -> (BLOCK_N, BLOCK_M)
             dp = product(v_operand, do_operand, cfg, 0.5 * stats.delta)
         ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
-        ds = product_gradient(
-            ds, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED, cfg
-        )
+        ds = product_gradient(ds, qk, p, rows, keys, corners, sequence, h, score, IS_MASKED, cfg)
         if (cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS) and (  # delta has the gradient of the lse
             IS_MASKED or score.bias.ptr is not None
         ):
@@ -246,34 +244,22 @@ def add_queries(
     return dk_acc, dv_acc
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dk", "dv"))
+@kernel(*UNSPECIALISED)
 def key_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
-    dv_row, dv_head, pivot_ptr, delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B,
-    M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    first_kept, HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dk: HeadRows, dv: HeadRows, pivot_ptr,
+    delta_ptr, score: Score, lists, rng_ptr, lengths: Lengths, mask: Mask, first_kept,
+    HAS_DK: tl.constexpr, HAS_DV: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one key head, summed over the query heads of its group.
 
     HAS_DK and HAS_DV: which of them to compute; separate passes if registers do not hold both.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
-    dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
     HAS_LISTS: tl.constexpr = cfg.MASK_TILE_M > 0 or cfg.SPANS > 0
-    kv_heads = heads // cfg.GROUP
+    kv_heads = lengths.heads // cfg.GROUP
     n_tiles = tl.cdiv(lengths.N, BLOCK_N)
     # Under a causal mask most queries see the first keys, so ascending order is already LPT order.
     tile, bh = head_swizzle(tl.program_id(0), n_tiles, lengths.B * kv_heads, cfg.HEAD_SWIZZLE)
@@ -281,27 +267,23 @@ def key_gradient_kernel(
     kv_head = bh % kv_heads
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     n0 = tile * BLOCK_N
     if n0 >= N:
         return
     keys = n0 + tl.arange(0, BLOCK_N)[:, None]
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    k_tile = load_rows(
-        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, BLOCK_D, cfg.ALIGNMENT
-    )
-    v_tile = load_rows(
-        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, BLOCK_DV, cfg.ALIGNMENT
-    )
+    k_tile = load_key_tile(k, sequence, kv_head, n0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
+    v_tile = load_key_tile(v, sequence, kv_head, n0, cfg.DV, cfg.BLOCK_DV, cfg.ALIGNMENT, cfg)
     k_operand, v_operand = operand(k_tile, cfg), operand(v_tile, cfg)
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Rows that see the first key of the tile, and the last.
     last_key = tl.minimum(n0 + BLOCK_N, N) - 1
-    positions = RowPositions(N - M, at, b)
-    first_start, first_stop = seeing_rows(n0, M, positions, mask, cfg)
-    last_start, last_stop = seeing_rows(last_key, M, positions, mask, cfg)
+    first_start, first_stop = seeing_rows(n0, sequence, mask, cfg)
+    last_start, last_stop = seeing_rows(last_key, sequence, mask, cfg)
     before = 0  # rows of the first tile before the first query
     if cfg.IS_INVARIANT:  # tiles begin at positions that are multiples of their size
         before = N - M - floor_to(N - M, BLOCK_M)
@@ -317,11 +299,10 @@ def key_gradient_kernel(
         dout_source = tile_source(
             dout, rows_base(dout, b, start_q, h), M, cfg, cfg.DV, BLOCK_M, BLOCK_DV
         )
-        stats_row = stats_start(lengths, b, h, heads) + start_q
-        stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+        stats = stats_at(pivot_ptr, delta_ptr, sequence, h, cfg)
         if HAS_LISTS:
             capacity = tl.cdiv(lengths.M, BLOCK_M)
-            counts, tiles = list_row(lists, b, h, heads, tile, n_tiles, capacity)
+            counts, tiles = list_row(lists, sequence, h, tile, n_tiles, capacity)
             full_count = tl.load(counts)
             masked_count = tl.load(counts + 1)
         else:
@@ -334,8 +315,7 @@ def key_gradient_kernel(
                 m0 = (full_begin + i) * BLOCK_M - before
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
-                keys, start_q, M, N, positions, b, h, mask, score, blocks,
-                first_kept, drop_key, False, HAS_DK, HAS_DV, cfg,
+                keys, sequence, h, mask, score, dropout, False, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
         for i in range(0, masked_count):
             if HAS_LISTS:
@@ -344,31 +324,24 @@ def key_gradient_kernel(
                 m0 = masked_tile(i, begin, full_begin, full_end) * BLOCK_M - before
             dk_acc, dv_acc = add_queries(
                 dk_acc, dv_acc, k_operand, v_operand, m0, q, q_source, dout, dout_source, stats, n0,
-                keys, start_q, M, N, positions, b, h, mask, score, blocks,
-                first_kept, drop_key, True, HAS_DK, HAS_DV, cfg,
+                keys, sequence, h, mask, score, dropout, True, HAS_DK, HAS_DV, cfg,
             )  # fmt: skip
 
     if HAS_DK:
         dk_acc = dk_acc * score.data.scale
-        store_rows(
-            dk, rows_base(dk, b, start_k, kv_head), n0, N, dk_acc, cfg.D, BLOCK_N, BLOCK_D,
-            cfg.OUT_ALIGNMENT,
-        )  # fmt: skip
+        store_key_tile(dk, sequence, kv_head, n0, dk_acc, cfg.D, cfg.BLOCK_D, cfg)
     if HAS_DV:
-        store_rows(
-            dv, rows_base(dv, b, start_k, kv_head), n0, N, dv_acc, cfg.DV, BLOCK_N, BLOCK_DV,
-            cfg.OUT_ALIGNMENT,
-        )  # fmt: skip
+        store_key_tile(dv, sequence, kv_head, n0, dv_acc, cfg.DV, cfg.BLOCK_DV, cfg)
 
 
 @triton.jit
 def add_keys(
     dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start, stop,
-    intervals, M, N, positions, b, h, score, blocks,
-    first_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+    intervals, sequence, h, mask, score, dropout, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of dQ: the keys [n0, n0 + BLOCK_N)."""
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    M, N = sequence.M, sequence.N
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
     k_tile = load_tile(
@@ -392,17 +365,15 @@ def add_keys(
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
-            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+            visible = in_block_mask(rows, keys, visible, sequence, h, mask, cfg)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
+        keep = kept(dropout, rows, n0, sequence, h, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     # (BLOCK_M, BLOCK_N)
-    p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
-    )  # fmt: skip
+    p = recompute_p(qk, stats, rows, keys, visible, corners, sequence, h, score, M, IS_MASKED, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
-    ds = product_gradient(ds, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED, cfg)
+    ds = product_gradient(ds, qk, p, rows, keys, corners, sequence, h, score, IS_MASKED, cfg)
     if IS_MASKED or score.bias.ptr is not None:
         if cfg.HAS_HIDDEN_KEYS or cfg.HAS_DEAD_ROWS:
             ds = tl.where(p != 0.0, ds, 0.0)
@@ -412,108 +383,60 @@ def add_keys(
     return add_product(dq_acc, operand(ds.to(k_tile.dtype), cfg), k_operand, cfg)
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq"))
+@kernel(*UNSPECIALISED)
 def query_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, pivot_ptr,
-    delta_ptr, at, score_data, bias, mask_data, lists, rng_ptr, B, M, N, total_q, total_k,
-    page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
-    IS_ADDED: tl.constexpr, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dq: HeadRows, pivot_ptr, delta_ptr,
+    score: Score, lists, rng_ptr, lengths: Lengths, mask: Mask, first_kept, IS_ADDED: tl.constexpr,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries.
 
     IS_ADDED: add it to `dq`, which has that of other keys.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    dq = HeadRows(dq_ptr, dq_batch, dq_row, dq_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    m_tiles = tl.cdiv(lengths.M, BLOCK_M)
-    tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * heads, cfg.HEAD_SWIZZLE)
-    if cfg.HAS_RIGHT or cfg.SPANS > 0:
-        tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
-    b = bh // heads
-    h = bh % heads
+    tile, m_tiles, b, h = tile_of_queries(lengths, cfg)
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     m0 = tile * BLOCK_M
     if m0 >= M:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     # (BLOCK_M, BLOCK_D), (BLOCK_M, BLOCK_DV)
-    q_tile = load_rows(
-        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.ALIGNMENT
-    )
-    do_tile = load_rows(
-        dout,
-        rows_base(dout, b, start_q, h),
-        m0,
-        M,
-        True,
-        cfg.DV,
-        BLOCK_M,
-        BLOCK_DV,
-        cfg.OUT_ALIGNMENT,
-    )
+    q_tile = load_query_tile(q, sequence, h, m0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
+    do_tile = load_query_tile(dout, sequence, h, m0, cfg.DV, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT, cfg)
     q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    stats = stats_at(pivot_ptr, delta_ptr, sequence, h, cfg)
     # (BLOCK_M, 1)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
-    intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
+    intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
     # (BLOCK_M, BLOCK_D)
     dq_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    if cfg.MASK_TILE_M > 0:
-        capacity = tl.cdiv(lengths.N, BLOCK_N)
-        counts, tiles = list_row(lists, b, h, heads, tile, m_tiles, capacity)
-        full_count = tl.load(counts)
-        masked_count = tl.load(counts + 1)
-    else:
-        last = tl.minimum(m0 + BLOCK_M, M) - 1
-        first_start, first_stop = visible_keys(m0, N, positions, mask, cfg)
-        last_start, last_stop = visible_keys(last, N, positions, mask, cfg)
-        ranges = key_ranges(
-            first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
-        )
-        full_count, masked_count = step_counts(ranges, cfg)
+    full_count, masked_count, steps = steps_of_queries(
+        lists, sequence, h, tile, m_tiles, rows, intervals, mask, cfg
+    )
     # The loop counts keys, not tiles, as in the forward.
     for offset in range(0, full_count * BLOCK_N, BLOCK_N):
-        i = offset // BLOCK_N
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + i) * BLOCK_N
-        else:
-            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
+        n0 = full_tile_of(offset // BLOCK_N, steps, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start,
-            stop, intervals, M, N, positions, b, h, score, blocks, first_kept, drop_key, False,
-            cfg,
+            dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start, stop,
+            intervals, sequence, h, mask, score, dropout, False, cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
-        else:
-            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
+        n0 = masked_tile_of(i, steps, cfg) * BLOCK_N
         dq_acc = add_keys(
-            dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start,
-            stop, intervals, M, N, positions, b, h, score, blocks, first_kept, drop_key, True,
-            cfg,
+            dq_acc, q_operand, do_operand, stats, n0, k, k_source, v, v_source, rows, start, stop,
+            intervals, sequence, h, mask, score, dropout, True, cfg,
         )  # fmt: skip
 
     dq_acc = dq_acc * score.data.scale

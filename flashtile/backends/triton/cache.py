@@ -24,11 +24,12 @@ def page_list(lengths, b):
 
 @triton.jit
 def load_paged_rows(
-    x, base, pages, start, n0, count, lengths, IS_MASKED: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    x, base, pages, n0, sequence, IS_MASKED: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Rows [n0, n0 + BLOCK) of a sequence cut into pages of PAGE rows, (BLOCK, BLOCK_DIM); zero
-    past `count` (if IS_MASKED) and past DIM."""
+    past its end (if IS_MASKED) and past DIM."""
+    count, lengths = sequence.N, sequence.lengths
     if PAGE % BLOCK == 0 and lengths.at.leftpad_k is None:  # the tile is inside one page
         page = page_number(tl.load(pages + n0 // PAGE), lengths)
         page_base = base + page.to(tl.int64) * x.batch
@@ -45,7 +46,7 @@ def load_paged_rows(
         else:
             row = n0 + offs
             if lengths.at.leftpad_k is not None:
-                row += start
+                row += sequence.start_k
             column = row // PAGE
             slot = row % PAGE
             is_used = inside
@@ -91,21 +92,21 @@ def page_number(page, lengths):
 
 @triton.jit
 def row_pointers(
-    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    source, x, pages, n0, sequence, cfg: tl.constexpr, IS_MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
     """Pointers to the rows [n0, n0 + BLOCK) of a sequence, paged or not, (BLOCK, 1): of its last
     row, instead of rows past the end (if IS_MASKED).
     """
     ALIGNMENT: tl.constexpr = cfg.ROW_ALIGNMENT
+    lengths = sequence.lengths
     IS_IN_ONE_PAGE: tl.constexpr = cfg.PAGE_SIZE % BLOCK == 0 and lengths.at.leftpad_k is None
     # (BLOCK, 1)
     offs = tl.arange(0, BLOCK)[:, None]
     if IS_MASKED or (cfg.PAGE_SIZE > 0 and not IS_IN_ONE_PAGE):
-        rows = tl.minimum(n0 + offs, tl.maximum(count - 1, 0))
+        rows = tl.minimum(n0 + offs, tl.maximum(sequence.N - 1, 0))
         if cfg.PAGE_SIZE > 0:
             if lengths.at.leftpad_k is not None:
-                rows += start
+                rows += sequence.start_k
             page = page_number(tl.load(pages + rows // cfg.PAGE_SIZE), lengths)
             pointers = source + page_offset(page, x) + rows % cfg.PAGE_SIZE * x.row
         else:
@@ -121,32 +122,34 @@ def row_pointers(
 
 @triton.jit
 def load_packed_rows(
-    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, unpack: tl.constexpr,
+    source, x, pages, n0, sequence, cfg: tl.constexpr, IS_MASKED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, unpack: tl.constexpr,
 ):  # fmt: skip
     """What `unpack` makes of packed rows, paged or not: tiles of keys or values (BLOCK, BLOCK_DIM),
     `cfg.PAIR` of them or one of a tail, and perhaps a factor of each row (BLOCK, 1).
     """
     # (1, BLOCK_DIM)
     dims = tl.arange(0, BLOCK_DIM)[None, :]
-    rows = row_pointers(source, x, pages, start, n0, count, lengths, cfg, IS_MASKED, BLOCK)
+    rows = row_pointers(source, x, pages, n0, sequence, cfg, IS_MASKED, cfg.BLOCK_N)
     return unpack(dims, dims < DIM, rows)
 
 
 @triton.jit
 def load_keys(
-    source, x, pages, start, n0, count, lengths, cfg: tl.constexpr, IS_MASKED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    source, x, pages, n0, sequence, cfg: tl.constexpr, IS_MASKED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values, paged or not: (BLOCK, BLOCK_DIM)."""
+    """A tile of keys or values, paged or not: (BLOCK_N, BLOCK_DIM)."""
+    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     if cfg.PAGE_SIZE > 0:
         tile = load_paged_rows(
-            x, source, pages, start, n0, count, lengths, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK,
-            BLOCK_DIM, cfg.ALIGNMENT,
+            x, source, pages, n0, sequence, IS_MASKED, cfg.PAGE_SIZE, DIM, BLOCK_N, BLOCK_DIM,
+            cfg.ALIGNMENT,
         )  # fmt: skip
     else:
-        tile = load_tile(source, x, n0, count, cfg, IS_MASKED, DIM, BLOCK, BLOCK_DIM, cfg.ALIGNMENT)
+        tile = load_tile(
+            source, x, n0, sequence.N, cfg, IS_MASKED, DIM, BLOCK_N, BLOCK_DIM, cfg.ALIGNMENT
+        )
     return tile
 
 
@@ -224,9 +227,7 @@ def load_queries(pointers, rows, count, b, new, table_rows, cfg: tl.constexpr):
         position += tl.load(new.base + b)
         if APPENDING.has_own_positions:
             position += rows
-    parts = load_to_rotate(
-        pointers, 1, rows < count, position, new, table_rows, cfg.ALIGNMENT, cfg
-    )  # fmt: skip
+    parts = load_to_rotate(pointers, 1, rows < count, position, new, table_rows, cfg.ALIGNMENT, cfg)
     if cfg.BLOCK_M > LATE_ROWS:
         tile = rotated(parts, cfg).to(pointers.dtype.element_ty)
         parts = tile, tile, tile, tile
@@ -256,22 +257,23 @@ def part_of_tile(tile, begin, full_begin, full_end, end, cfg: tl.constexpr):
 
 @triton.jit
 def append_tokens(
-    k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin, full_end,
-    end, lengths, score, cfg: tl.constexpr,
+    k, v, new, added, table_rows, sequence, kv_head, pages, begin, full_begin, full_end, end, score,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Store the new tokens whose tiles this program visits; drop those that do not fit.
 
-    `lengths.at.seqused_k` has the lengths before the append. The four bounds are those of
+    `seqused_k` has the lengths before the append. The four bounds are those of
     `tile_phases`.
     """
     APPENDING: tl.constexpr = cfg.APPENDING
     PAIR: tl.constexpr = cfg.PAIR
+    b, lengths = sequence.b, sequence.lengths
     # (tokens, 1)
     index = tl.arange(0, APPENDING.tokens)[:, None]
     position = tl.load(lengths.at.seqused_k + b).to(tl.int32) + index
     stored = (index < added) & (position >= 0) & (position < lengths.N)
     if cfg.IS_SPLIT:
-        tile_of_keys = (position - start_k) // cfg.BLOCK_N
+        tile_of_keys = (position - sequence.start_k) // cfg.BLOCK_N
         part = part_of_tile(tile_of_keys, begin, full_begin, full_end, end, cfg)
         stored = stored & (part == tl.program_id(1))
     if tl.max(stored.to(tl.int32)) > 0:
@@ -286,7 +288,7 @@ def append_tokens(
         stored = stored & (row >= 0) & (row < lengths.total_k)
         if APPENDING.pairs > 0:
             position = tl.load(new.base + b) + index
-        head = b * (heads // cfg.GROUP) + kv_head
+        head = b * (lengths.heads // cfg.GROUP) + kv_head
 
         # All loads come before the first store, to wait for memory only once.
         source = new.k + b.to(tl.int64) * new.k_batch + kv_head.to(tl.int64) * new.k_head
@@ -338,34 +340,38 @@ KEY_BLOCK = tl.constexpr(FLOAT8_KEY_BLOCK)
 
 
 @triton.jit
-def head_scale(descale, b, kv_head, heads, cfg: tl.constexpr):
+def head_scale(descale, sequence, kv_head, cfg: tl.constexpr):
     """The per-head scale, from (B, Hk); 1 without scales."""
     scale = 1.0
     if descale is not None:
-        scale = tl.load(descale + b * (heads // cfg.GROUP) + kv_head).to(tl.float32)
+        kv_heads = sequence.lengths.heads // cfg.GROUP
+        scale = tl.load(descale + sequence.b * kv_heads + kv_head).to(tl.float32)
     return scale
 
 
 @triton.jit
-def query_scales(score, b, h, kv_head, rows, count, heads, lengths, cfg: tl.constexpr):
+def query_scales(score, sequence, h, kv_head, rows, cfg: tl.constexpr):
     """The factor of every row's products: the product of the scales of q and k, a scalar; or, with
     per-block scales, only that of q, (BLOCK_M, 1), and `key_block_scale` is another factor.
     """
     if score.data.q_block_descale is not None:
-        block = (b * heads + h) * tl.cdiv(lengths.M, QUERY_BLOCK) + rows // QUERY_BLOCK
+        lengths = sequence.lengths
+        block = (sequence.b * lengths.heads + h) * tl.cdiv(lengths.M, QUERY_BLOCK)
+        block += rows // QUERY_BLOCK
         # (BLOCK_M, 1), as `rows`
-        scales = tl.load(score.data.q_block_descale + block, mask=rows < count, other=1.0)
+        scales = tl.load(score.data.q_block_descale + block, mask=rows < sequence.M, other=1.0)
         scales = scales.to(tl.float32)
     else:
-        scales = head_scale(score.data.q_descale, b, kv_head, heads, cfg)
-        scales *= head_scale(score.data.k_descale, b, kv_head, heads, cfg)
+        scales = head_scale(score.data.q_descale, sequence, kv_head, cfg)
+        scales *= head_scale(score.data.k_descale, sequence, kv_head, cfg)
     return scales
 
 
 @triton.jit
-def first_key_block(b, kv_head, heads, lengths, cfg: tl.constexpr):
+def first_key_block(sequence, kv_head, cfg: tl.constexpr):
     """Index of the first per-block scale of a sequence's keys and values."""
-    return (b * (heads // cfg.GROUP) + kv_head) * tl.cdiv(lengths.N, KEY_BLOCK)
+    lengths = sequence.lengths
+    return (sequence.b * (lengths.heads // cfg.GROUP) + kv_head) * tl.cdiv(lengths.N, KEY_BLOCK)
 
 
 @triton.jit

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from ...gpu.intrinsics import rows_base
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
-from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
+from .arguments import UNSPECIALISED, Lengths, Mask, Score, Sequence
 from .cache import load_keys, page_list
 from .masks import in_spans, load_intervals
 from .products import operand, product
@@ -45,11 +46,12 @@ def load_lse(lse_ptr, stats, tile, M, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def add_column_sums(
-    sums, q, q_source, k_tile, lse, lost_ptr, stats, b, h, m0, n0, start_q, M, N, positions,
-    lengths, mask, score, blocks, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+    sums, q, q_source, k_tile, lse, lost_ptr, stats, m0, n0, sequence, h, mask, score,
+    IS_MASKED: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """`sums` (BLOCK_M, BLOCK_N) plus the probabilities of a tile of queries; `lse` (BLOCK_M,)."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
+    M = sequence.M
     # (BLOCK_M, BLOCK_D)
     q_tile = load_tile(
         q_source, q, m0, M, cfg, IS_MASKED, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
@@ -60,14 +62,14 @@ def add_column_sums(
     # (BLOCK_M, BLOCK_D) @ (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
     qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + cfg.BLOCK_N - 1)
-    s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, M, corners, sequence, h, score, cfg)
     if IS_MASKED:
-        start, stop = visible_keys(rows, N, positions, mask, cfg)
+        start, stop = visible_keys(rows, sequence, mask, cfg)
         visible = (rows < M) & between(keys, start, stop, cfg)
-        intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+        intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
         visible = in_spans(keys, visible, intervals, cfg)
         if cfg.MASK_TILE_M > 0:
-            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+            visible = in_block_mask(rows, keys, visible, sequence, h, mask, cfg)
         s = tl.where(visible, s, -float("inf"))
     # (BLOCK_M,)
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
@@ -78,34 +80,27 @@ def add_column_sums(
     return sums + p
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k"))
+@kernel(*UNSPECIALISED)
 def column_sum_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, sums_ptr, lse_ptr, lost_ptr, at,
-    score_data, bias, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
-    heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, sums_ptr, lse_ptr, lost_ptr, score: Score, lengths: Lengths,
+    mask: Mask, cfg: tl.constexpr,
 ):  # fmt: skip
     """The probabilities of each key, added up over the queries of one head.
 
     `lost_ptr`: what `forward_pass.store_statistics` stores; None without HAS_LARGE_SCORES.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     HAS_FULL_TILES: tl.constexpr = cfg.SPANS == 0 and cfg.MASK_TILE_M == 0
-    h = tl.program_id(1) % heads
-    b = tl.program_id(1) // heads
+    h = tl.program_id(1) % lengths.heads
+    b = tl.program_id(1) // lengths.heads
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
     n0 = tl.program_id(0) * BLOCK_N
     if n0 >= N:
         return
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     if cfg.PAGE_SIZE > 0:
         k_source = k.ptr + kv_head.to(tl.int64) * k.head
     else:
@@ -113,18 +108,16 @@ def column_sum_kernel(
         k_source = tile_source(k, k_base, N, cfg, cfg.D, BLOCK_N, cfg.BLOCK_D)
     pages = page_list(lengths, b)
     # (BLOCK_N, BLOCK_D)
-    k_tile = load_keys(
-        k_source, k, pages, start_k, n0, N, lengths, cfg, True, cfg.D, BLOCK_N, cfg.BLOCK_D
-    )
+    k_tile = load_keys(k_source, k, pages, n0, sequence, cfg, True, cfg.D, cfg.BLOCK_D)
     q_base = rows_base(q, b, start_q, h)
     q_source = tile_source(q, q_base, M, cfg, cfg.D, BLOCK_M, cfg.BLOCK_D)
-    stats = stats_start(lengths, b, h, heads) + start_q
+    stats = stats_start(sequence, h)
     # (BLOCK_M, BLOCK_N): each thread adds up its own, and reads no other thread's in the loop
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     last_key = tl.minimum(n0 + BLOCK_N, N) - 1
-    first_start, first_stop = seeing_rows(n0, M, positions, mask, cfg)
-    last_start, last_stop = seeing_rows(last_key, M, positions, mask, cfg)
+    first_start, first_stop = seeing_rows(n0, sequence, mask, cfg)
+    last_start, last_stop = seeing_rows(last_key, sequence, mask, cfg)
     begin, full_begin, full_end, end = tile_phases(
         tl.maximum(first_start, 0), tl.minimum(first_stop, M), last_start, tl.minimum(last_stop, M),
         BLOCK_M,
@@ -136,8 +129,8 @@ def column_sum_kernel(
         tile = full_begin + i
         next_lse = load_lse(lse_ptr, stats, tile + 1, M, BLOCK_M)
         sums = add_column_sums(
-            sums, q, q_source, k_tile, lse, lost_ptr, stats, b, h, tile * BLOCK_M, n0, start_q, M,
-            N, positions, lengths, mask, score, blocks, False, cfg,
+            sums, q, q_source, k_tile, lse, lost_ptr, stats, tile * BLOCK_M, n0, sequence, h, mask,
+            score, False, cfg,
         )  # fmt: skip
         lse = next_lse
     for i in range(0, end - begin - full_count):
@@ -147,13 +140,13 @@ def column_sum_kernel(
             tile = begin + i
         lse = load_lse(lse_ptr, stats, tile, M, BLOCK_M)
         sums = add_column_sums(
-            sums, q, q_source, k_tile, lse, lost_ptr, stats, b, h, tile * BLOCK_M, n0, start_q, M,
-            N, positions, lengths, mask, score, blocks, True, cfg,
+            sums, q, q_source, k_tile, lse, lost_ptr, stats, tile * BLOCK_M, n0, sequence, h, mask,
+            score, True, cfg,
         )  # fmt: skip
 
     offs_n = n0 + tl.arange(0, BLOCK_N)
-    if at.cu_seqlens_k is not None and cfg.PAGE_SIZE == 0:
-        row = h.to(tl.int64) * total_k
+    if lengths.at.cu_seqlens_k is not None and cfg.PAGE_SIZE == 0:
+        row = h.to(tl.int64) * lengths.total_k
     else:
-        row = (b * heads + h).to(tl.int64) * lengths.N
+        row = (b * lengths.heads + h).to(tl.int64) * lengths.N
     tl.store(sums_ptr + row + start_k + offs_n, tl.sum(sums, 0), mask=offs_n < N)

@@ -23,9 +23,10 @@ from ...gpu.intrinsics import (
     tanh,
     wait_for_earlier_kernels,
 )
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
-from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
+from .arguments import UNSPECIALISED, Dropout, Lengths, Mask, Score, Sequence
 from .cache import (
     append_tokens,
     first_key_block,
@@ -42,6 +43,7 @@ from .masks import (
     full_tile_of,
     in_spans,
     key_ranges,
+    listed_steps,
     load_intervals,
     masked_tile_of,
     step_counts,
@@ -54,12 +56,10 @@ from .tiles import (
     between,
     exponent_factor,
     exponentials,
-    head_swizzle,
     in_block_mask,
     kept,
     key_row_of_batch,
     key_span,
-    list_row,
     load_columns,
     log_sum_exp,
     query_span,
@@ -68,6 +68,7 @@ from .tiles import (
     split_columns,
     stats_count,
     stats_start,
+    tile_of_queries,
     tile_source,
     unpack_pairs,
     visible_keys,
@@ -79,9 +80,9 @@ NO_WEIGHT = tl.constexpr(-1000.0)  # an exponent whose power of 2 is 0; times 0 
 
 @triton.jit
 def attend_keys(
-    acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N, rows,
-    start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block,
-    lengths, score, blocks, first_kept, drop_key, IS_MASKED: tl.constexpr, cfg: tl.constexpr,
+    acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, rows, start, stop, intervals,
+    sequence, h, h_mask, qk_scale, scale_block, mask, score, dropout, IS_MASKED: tl.constexpr,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: update the output and `sums`, which `first_sums` describes, with the
     keys [n0, n0 + BLOCK_N) (online softmax)."""
@@ -92,8 +93,8 @@ def attend_keys(
     if cfg.UNPACK_KEYS is not None:
         # PAIR tiles (BLOCK_N, BLOCK_D / PAIR), and perhaps factors (BLOCK_N, 1)
         k_tiles = load_packed_rows(
-            k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // PAIR, BLOCK_N,
-            cfg.BLOCK_D // PAIR, cfg.UNPACK_KEYS,
+            k_source, k, pages, n0, sequence, cfg, IS_MASKED, cfg.D // PAIR, cfg.BLOCK_D // PAIR,
+            cfg.UNPACK_KEYS,
         )  # fmt: skip
         # (BLOCK_M, BLOCK_N)
         if PAIR == 1:
@@ -107,9 +108,8 @@ def attend_keys(
     else:
         # (BLOCK_N, BLOCK_D / PAIR)
         k_tile = load_keys(
-            k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.D // PAIR, BLOCK_N,
-            cfg.BLOCK_D // PAIR,
-        )  # fmt: skip
+            k_source, k, pages, n0, sequence, cfg, IS_MASKED, cfg.D // PAIR, cfg.BLOCK_D // PAIR
+        )
         # (BLOCK_M, BLOCK_N)
         if PAIR == 2:
             even_tile, odd_tile = unpack_pairs(tl.trans(k_tile))
@@ -123,14 +123,13 @@ def attend_keys(
         # (BLOCK_N, BLOCK_TAIL)
         if cfg.UNPACK_TAIL is not None:
             (k_tail,) = load_packed_rows(
-                k_source, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
-                BLOCK_N, cfg.BLOCK_TAIL, cfg.UNPACK_TAIL,
+                k_source, k, pages, n0, sequence, cfg, IS_MASKED, cfg.TAIL_D, cfg.BLOCK_TAIL,
+                cfg.UNPACK_TAIL,
             )  # fmt: skip
         else:
             k_tail = load_keys(
-                k_source + cfg.D, k, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.TAIL_D,
-                BLOCK_N, cfg.BLOCK_TAIL,
-            )  # fmt: skip
+                k_source + cfg.D, k, pages, n0, sequence, cfg, IS_MASKED, cfg.TAIL_D, cfg.BLOCK_TAIL
+            )
         qk += product(q_tail, operand(k_tail, cfg), cfg)
     if cfg.HAS_FLOAT8_KEYS:
         qk *= qk_scale
@@ -139,11 +138,11 @@ def attend_keys(
             qk *= k_scale
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
     # (BLOCK_M, BLOCK_N)
-    s = scores_of(qk, rows, keys, lengths.M, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, sequence.lengths.M, corners, sequence, h, score, cfg)
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
-            visible = in_block_mask(rows, keys, visible, b, h_mask, blocks, cfg)
+            visible = in_block_mask(rows, keys, visible, sequence, h_mask, mask, cfg)
         s = tl.where(visible, s, -float("inf"))
     factor = exponent_factor(score, cfg)
     new_max = tl.maximum(row_max, as_pivot(tl.max(s, 1), factor, cfg))
@@ -157,11 +156,11 @@ def attend_keys(
     if cfg.HAS_STATISTICS:
         new_sums = new_sums + statistics_of(sums, s, qk, p, pivot, rescale, score, IS_MASKED, cfg)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, 0.0)
+        p = tl.where(kept(dropout, rows, n0, sequence, h, cfg), p, 0.0)
     IS_HIDING: tl.constexpr = cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None)
     if cfg.UNPACK_VALUES is not None:
         acc = add_packed_values(
-            acc, rescale, p, v, v_source, pages, start_k, n0, N, lengths, IS_MASKED, IS_HIDING, cfg
+            acc, rescale, p, v, v_source, pages, n0, sequence, IS_MASKED, IS_HIDING, cfg
         )
     else:
         # (BLOCK_N, BLOCK_DV / PAIR)
@@ -169,8 +168,8 @@ def attend_keys(
             v_tile = k_tile
         else:
             v_tile = load_keys(
-                v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // PAIR,
-                BLOCK_N, cfg.BLOCK_DV // PAIR,
+                v_source, v, pages, n0, sequence, cfg, IS_MASKED, cfg.DV // PAIR,
+                cfg.BLOCK_DV // PAIR,
             )  # fmt: skip
         if cfg.HAS_FLOAT8_KEYS and PAIR == 1:
             v_tile = v_tile.to(tl.float16)
@@ -189,7 +188,7 @@ def attend_keys(
 
 @triton.jit
 def add_packed_values(
-    acc, rescale, p, v, v_source, pages, start_k, n0, N, lengths, IS_MASKED: tl.constexpr,
+    acc, rescale, p, v, v_source, pages, n0, sequence, IS_MASKED: tl.constexpr,
     IS_HIDING: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """The output so far, rescaled, plus P V of packed values; without keys whose `p` are all 0, if
@@ -197,8 +196,8 @@ def add_packed_values(
     PAIR: tl.constexpr = cfg.PAIR
     # PAIR tiles (BLOCK_N, BLOCK_DV / PAIR), and perhaps factors (BLOCK_N, 1)
     v_tiles = load_packed_rows(
-        v_source, v, pages, start_k, n0, N, lengths, cfg, IS_MASKED, cfg.DV // PAIR,
-        cfg.BLOCK_N, cfg.BLOCK_DV // PAIR, cfg.UNPACK_VALUES,
+        v_source, v, pages, n0, sequence, cfg, IS_MASKED, cfg.DV // PAIR, cfg.BLOCK_DV // PAIR,
+        cfg.UNPACK_VALUES,
     )  # fmt: skip
     weights = p
     if len(v_tiles) > PAIR:
@@ -216,7 +215,7 @@ def add_packed_values(
 @triton.jit
 def statistics_of(
     sums, s, qk, p, pivot, rescale, score, IS_MASKED: tl.constexpr, cfg: tl.constexpr
-):  # fmt: skip
+):
     """The last two of `sums` with the scores `s` of one more tile, relative to its `pivot`."""
     row_max, row_sum, largest, weighted = sums[0], sums[1], sums[2], sums[3]
     if cfg.IS_LINEAR:
@@ -238,37 +237,27 @@ def statistics_of(
 
 @triton.jit
 def attend_tiles(
-    acc, sums, ranges, tiles, capacity, full_start, full_count, masked_start,
-    masked_count, q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start, stop,
-    intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks, first_kept,
-    drop_key, cfg: tl.constexpr,
+    acc, sums, steps, full_start, full_count, masked_start, masked_count, q_tile, q_tail, k,
+    k_source, v, v_source, pages, rows, start, stop, intervals, sequence, h, h_mask, qk_scale,
+    scale_block, mask, score, dropout, cfg: tl.constexpr,
 ):  # fmt: skip
     """The steps [full_start, full_count) over the full tiles and [masked_start, masked_count) over
-    the masked tiles, of `ranges` or, with a block mask, of the list `tiles`.
+    the masked tiles. `steps`: see `masks.steps_of_queries`.
     """
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     # The loop counts keys, not tiles, which keeps wgmma asynchronous. LLVM would convert a count of
     # tiles on the path around the loop, too, where ptxas allows nothing but wgmma (C7515).
     for offset in range(full_start * BLOCK_N, full_count * BLOCK_N, BLOCK_N):
-        i = offset // BLOCK_N
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + i) * BLOCK_N
-        else:
-            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
+        n0 = full_tile_of(offset // BLOCK_N, steps, cfg) * BLOCK_N
         acc, sums = attend_keys(
-            acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, first_kept, drop_key, False, cfg,
+            acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, rows, start, stop,
+            intervals, sequence, h, h_mask, qk_scale, scale_block, mask, score, dropout, False, cfg,
         )  # fmt: skip
     for i in range(masked_start, masked_count):
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
-        else:
-            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
+        n0 = masked_tile_of(i, steps, cfg) * BLOCK_N
         acc, sums = attend_keys(
-            acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, start_k, N,
-            rows, start, stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths,
-            score, blocks, first_kept, drop_key, True, cfg,
+            acc, sums, q_tile, q_tail, n0, k, k_source, v, v_source, pages, rows, start, stop,
+            intervals, sequence, h, h_mask, qk_scale, scale_block, mask, score, dropout, True, cfg,
         )  # fmt: skip
     return acc, sums
 
@@ -342,17 +331,16 @@ def merged(whole, part, cfg: tl.constexpr):
 
 
 @triton.jit
-def store_lse(
-    lse_ptr, row_max, row_sum, seen, start_q, rows, count, b, h, heads, lengths, cfg: tl.constexpr
-):  # fmt: skip
+def store_lse(lse_ptr, row_max, row_sum, seen, rows, count, sequence, h, cfg: tl.constexpr):
     """Store the log-sum-exp of those of `rows` below `count`, -inf where nothing was `seen`."""
     lse = tl.where(seen, log_sum_exp(row_max, row_sum, cfg), -float("inf"))
-    offs = stats_start(lengths, b, h, heads) + start_q + rows
+    offs = stats_start(sequence, h) + rows
     if cfg.IS_SPLIT:
-        offs += tl.program_id(1) * stats_count(lengths, heads)
+        count_of_part = stats_count(sequence.lengths)
+        offs += tl.program_id(1) * count_of_part
         if cfg.HAS_LARGE_SCORES or cfg.IS_INVARIANT:
             # The sum for itself: a large maximum would swallow it.
-            sum_offs = offs + tl.num_programs(1) * stats_count(lengths, heads)
+            sum_offs = offs + tl.num_programs(1) * count_of_part
             if not cfg.IS_INVARIANT:
                 row_sum = tl.math.log2(row_sum) * LN2
             tl.store(lse_ptr + sum_offs, row_sum, mask=rows < count)
@@ -362,9 +350,8 @@ def store_lse(
 
 @triton.jit
 def store_statistics(
-    lse_ptr, sums, row_sum, seen, start_q, rows, count, b, h, heads, lengths, score,
-    cfg: tl.constexpr,
-):  # fmt: skip
+    lse_ptr, sums, row_sum, seen, rows, count, sequence, h, score, cfg: tl.constexpr
+):
     """Store behind the log-sum-exps the largest score of each row, scaled and capped, its entropy
     and, with HAS_LARGE_SCORES, log2 of the factor that rounding the log-sum-exp has lost."""
     # (BLOCK_M, 1)
@@ -374,8 +361,8 @@ def store_statistics(
         largest = tl.where(largest == -float("inf"), largest, tanh(largest / cap) * cap)
     log_sum = tl.math.log2(row_sum)
     entropy = tl.where(seen, (log_sum - sums[3][:, None] / row_sum) * LN2, 0.0)
-    step = stats_count(lengths, heads)
-    offs = stats_start(lengths, b, h, heads) + start_q + rows + step
+    step = stats_count(sequence.lengths)
+    offs = stats_start(sequence, h) + rows + step
     tl.store(lse_ptr + offs, largest, mask=rows < count)
     tl.store(lse_ptr + offs + step, entropy, mask=rows < count)
     if cfg.HAS_LARGE_SCORES:
@@ -384,12 +371,10 @@ def store_statistics(
         tl.store(lse_ptr + offs + 2 * step, tl.where(seen, lost, 0.0), mask=rows < count)
 
 
-@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "out"), "added", "table_rows"])
+@kernel(*UNSPECIALISED, "added", "table_rows")
 def forward_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, mask_data,
-    lists, rng_ptr, new, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, first_kept, added, table_rows, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, out: HeadRows, lse_ptr, sink_ptr, score: Score, lists,
+    rng_ptr, new, lengths: Lengths, mask: Mask, first_kept, added, table_rows, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; see `arguments.py` for what each argument
     holds.
@@ -397,17 +382,9 @@ def forward_kernel(
     IS_SPLIT: only for the program's part of the keys; `out` (float32) and `lse_ptr` then have one
     slice per part. HAS_STATISTICS: `lse_ptr` has slices for what `store_statistics` stores.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    out = HeadRows(out_ptr, out_batch, out_row, out_head)
     if cfg.IS_CHAINED:
         let_next_kernel_start()
         wait_for_earlier_kernels()
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
@@ -416,16 +393,11 @@ def forward_kernel(
     OUT_ALIGNMENT: tl.constexpr = cfg.OUT_ALIGNMENT
     # Rows of a tile: queries of one head or, packed, of all the heads that share a key head.
     ROWS_PER_QUERY: tl.constexpr = cfg.GROUP if cfg.IS_PACKED_GROUP else 1
-    program_heads = heads // ROWS_PER_QUERY
-    m_tiles = tl.cdiv(lengths.M * ROWS_PER_QUERY, BLOCK_M)
-    tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * program_heads, cfg.HEAD_SWIZZLE)
-    if cfg.HAS_RIGHT or cfg.SPANS > 0:
-        tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
-    b = bh // program_heads
+    tile, m_tiles, b, program_head = tile_of_queries(lengths, cfg, ROWS_PER_QUERY)
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b, added if cfg.APPENDING is not None else 0)
-    written = M if at.cu_seqlens_q is not None else lengths.M
-    positions = RowPositions(N - M, at, b)
+    written = M if lengths.at.cu_seqlens_q is not None else lengths.M
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
 
     # (BLOCK_M, 1)
     flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -435,11 +407,11 @@ def forward_kernel(
     if first >= written:
         return
     if cfg.IS_PACKED_GROUP:
-        kv_head = bh % program_heads
+        kv_head = program_head
         h = kv_head * cfg.GROUP + flat % cfg.GROUP
         h_mask = kv_head
     else:
-        h = bh % program_heads
+        h = program_head
         kv_head = h // cfg.GROUP
         h_mask = h
 
@@ -477,62 +449,57 @@ def forward_kernel(
         k_source = tile_source(k, k_base, N, cfg, cfg.D // PAIR, BLOCK_N, BLOCK_D // PAIR)
         v_source = tile_source(v, v_base, N, cfg, cfg.DV // PAIR, BLOCK_N, BLOCK_DV // PAIR)
     pages = page_list(lengths, b)
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
     if cfg.HAS_HIDDEN_KEYS:  # padding sees nothing, so that no key counts as seen
         stop = tl.where(rows < M, stop, start)
-    intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
+    intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
 
-    ranges, tiles, capacity = None, None, 0
     if cfg.MASK_TILE_M > 0:
-        capacity = tl.cdiv(lengths.N, BLOCK_N)
-        counts, tiles = list_row(lists, b, h_mask, heads, tile, m_tiles, capacity)
-        full_count = tl.load(counts)
-        masked_count = tl.load(counts + 1)
+        full_count, masked_count, steps = listed_steps(lists, sequence, h_mask, tile, m_tiles, cfg)
     else:
-        first_start, first_stop = visible_keys(first, N, positions, mask, cfg)
-        last_start, last_stop = visible_keys(last, N, positions, mask, cfg)
+        first_start, first_stop = visible_keys(first, sequence, mask, cfg)
+        last_start, last_stop = visible_keys(last, sequence, mask, cfg)
         last_stop = tl.where(first < M, last_stop, 0)
-        ranges = key_ranges(
+        steps = key_ranges(
             first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
         )
-        full_count, masked_count = step_counts(ranges, cfg)
+        full_count, masked_count = step_counts(steps, cfg)
         if cfg.PART_KEYS > 0:
-            first_part = ranges[0][0] * BLOCK_N // cfg.PART_KEYS
-            last_part = tl.cdiv(ranges[0][3] * BLOCK_N, cfg.PART_KEYS)
+            first_part = steps[0][0] * BLOCK_N // cfg.PART_KEYS
+            last_part = tl.cdiv(steps[0][3] * BLOCK_N, cfg.PART_KEYS)
             if sink_ptr is not None:  # the first part has the sink, whatever keys it has
                 first_part, last_part = first_part * 0, tl.maximum(last_part, 1)
             if cfg.IS_SPLIT:
                 first_part = tl.program_id(1)
                 last_part = first_part + 1
         if cfg.APPENDING is not None:
-            begin, full_begin, full_end, end = ranges[0]
+            begin, full_begin, full_end, end = steps[0]
             append_tokens(
-                k, v, new, added, table_rows, b, kv_head, heads, start_k, pages, begin, full_begin,
-                full_end, end, lengths, score, cfg,
+                k, v, new, added, table_rows, sequence, kv_head, pages, begin, full_begin, full_end,
+                end, score, cfg,
             )  # fmt: skip
             q_tile = operand(rotated_queries(q_parts, q, cfg), cfg)
     qk_scale, scale_block = 1.0, 0
     if cfg.HAS_FLOAT8_KEYS:
         q_tile, q_factor = as_float16(q_tile)
-        qk_scale = q_factor * query_scales(score, b, h, kv_head, rows, M, heads, lengths, cfg)
-        scale_block = first_key_block(b, kv_head, heads, lengths, cfg)
+        qk_scale = q_factor * query_scales(score, sequence, h, kv_head, rows, cfg)
+        scale_block = first_key_block(sequence, kv_head, cfg)
     if PAIR > 1:
         q_tile = split_columns(q_tile, PAIR)
-    v_scale = head_scale(score.data.v_descale, b, kv_head, heads, cfg)
+    v_scale = head_scale(score.data.v_descale, sequence, kv_head, cfg)
     if cfg.PART_KEYS > 0:
         whole = acc, sums[0], sums[1]
-        steps = cfg.PART_KEYS // BLOCK_N
+        part_tiles = cfg.PART_KEYS // BLOCK_N
         for part in range(first_part, last_part):
-            first = part * steps
-            own = (within_tiles(ranges[0], first, first + steps),)  # type: ignore[index]
+            first = part * part_tiles
+            own = (within_tiles(steps[0], first, first + part_tiles),)
             full_count, masked_count = step_counts(own, cfg)
             sums = first_sums(sink_ptr, h, part, cfg)
             acc, sums = attend_tiles(
-                tl.zeros_like(acc), sums, own, None, 0, 0, full_count, 0, masked_count,
-                q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start, stop,
-                intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks,
-                first_kept, drop_key, cfg,
+                tl.zeros_like(acc), sums, own, 0, full_count, 0, masked_count, q_tile, q_tail, k,
+                k_source, v, v_source, pages, rows, start, stop, intervals, sequence, h, h_mask,
+                qk_scale, scale_block, mask, score, dropout, cfg,
             )  # fmt: skip
             whole = merged(whole, (acc, sums[0], sums[1]), cfg)
         acc, row_max, row_sum = whole
@@ -543,10 +510,9 @@ def forward_kernel(
             bounds = split_range(full_count, masked_count)
             full_start, full_count, masked_start, masked_count = bounds
         acc, sums = attend_tiles(
-            acc, sums, ranges, tiles, capacity, full_start, full_count, masked_start,
-            masked_count, q_tile, q_tail, k, k_source, v, v_source, pages, start_k, N, rows, start,
-            stop, intervals, b, h, h_mask, positions, qk_scale, scale_block, lengths, score, blocks,
-            first_kept, drop_key, cfg,
+            acc, sums, steps, full_start, full_count, masked_start, masked_count, q_tile, q_tail, k,
+            k_source, v, v_source, pages, rows, start, stop, intervals, sequence, h, h_mask,
+            qk_scale, scale_block, mask, score, dropout, cfg,
         )  # fmt: skip
 
     # (BLOCK_M, 1). Rows past the used length are padding: 0 and -inf, even with a sink.
@@ -554,11 +520,9 @@ def forward_kernel(
     row_sum = sums[1][:, None]
     seen = (row_sum != 0.0) & (rows < M)  # NaN was seen
     safe_sum = tl.where(seen, row_sum, 1.0)
-    store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
+    store_lse(lse_ptr, row_max, safe_sum, seen, rows, written, sequence, h, cfg)
     if cfg.HAS_STATISTICS:
-        store_statistics(
-            lse_ptr, sums, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, score, cfg
-        )  # fmt: skip
+        store_statistics(lse_ptr, sums, safe_sum, seen, rows, written, sequence, h, score, cfg)
     # (BLOCK_M, BLOCK_DV)
     if PAIR == 2:
         acc = tl.interleave(acc[0], acc[1])
@@ -570,7 +534,7 @@ def forward_kernel(
         acc = tl.where(seen, acc * (score.data.drop_scale * v_scale / safe_sum), 0.0)
     out_base = out.ptr + b.to(tl.int64) * out.batch + start_q.to(tl.int64) * out.row
     if cfg.IS_SPLIT:
-        out_base += tl.program_id(1) * stats_count(lengths, heads) * cfg.DV
+        out_base += tl.program_id(1) * stats_count(lengths) * cfg.DV
     out_offs = rows.to(tl.int64) * out.row + h.to(tl.int64) * out.head
     dims_v = tl.arange(0, BLOCK_DV)[None, :]
     inside = (rows < written) & (dims_v < cfg.DV)

@@ -16,28 +16,28 @@ import triton.language as tl
 
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import LOG2E, rows_base
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
-from .arguments import Blocks, Lengths, Mask, RowPositions, RowStats, Score, unspecialised
+from .arguments import UNSPECIALISED, Dropout, Lengths, Mask, RowStats, Score, Sequence
 from .backward_pass import drop, recompute_p
-from .masks import full_tile_of, in_spans, key_ranges, load_intervals, masked_tile_of, step_counts
+from .masks import full_tile_of, in_spans, load_intervals, masked_tile_of, steps_of_queries
 from .products import add_product_in_halves, operand, product
 from .tiles import (
     between,
     exponentials,
-    head_swizzle,
     in_block_mask,
     kept,
     key_span,
-    list_row,
     load_bias,
-    load_rows,
+    load_query_tile,
     load_tile,
     pivot_of_lse,
     product_gradient,
     query_span,
     stats_start,
     store_rows,
+    tile_of_queries,
     tile_source,
     visible_keys,
     without_hidden,
@@ -47,11 +47,12 @@ from .tiles import (
 @triton.jit
 def add_keys(
     acc, mu, row_sum, q_operand, tq_operand, stats, n0, k, k_source, v, v_source, tk, tk_source, tv,
-    tv_source, rows, start, stop, intervals, M, N, positions, b, h, score, tbias, blocks,
-    first_kept, drop_key, IS_MASKED: tl.constexpr, HAS_SCORES: tl.constexpr, cfg: tl.constexpr,
+    tv_source, rows, start, stop, intervals, sequence, h, mask, score, tbias, dropout,
+    IS_MASKED: tl.constexpr, HAS_SCORES: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """One step of the KV loop: the keys [n0, n0 + BLOCK_N)."""
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    M, N = sequence.M, sequence.N
     IS_HIDING: tl.constexpr = cfg.HAS_HIDDEN_KEYS and (IS_MASKED or score.bias.ptr is not None)
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
     # (BLOCK_N, BLOCK_D)
@@ -65,16 +66,14 @@ def add_keys(
     if IS_MASKED:
         visible = in_spans(keys, between(keys, start, stop, cfg), intervals, cfg)
         if cfg.MASK_TILE_M > 0:
-            visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+            visible = in_block_mask(rows, keys, visible, sequence, h, mask, cfg)
     corners = Corners(tl.min(rows), tl.max(rows), n0, n0 + BLOCK_N - 1)
-    p = recompute_p(
-        qk, stats, rows, keys, visible, corners, positions, b, h, score, M, IS_MASKED, cfg,
-    )  # fmt: skip
+    p = recompute_p(qk, stats, rows, keys, visible, corners, sequence, h, score, M, IS_MASKED, cfg)
     if cfg.HAS_LARGE_SCORES:
         row_sum += tl.sum(p, 1)
     keep = visible
     if cfg.HAS_DROPOUT:
-        keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
+        keep = kept(dropout, rows, n0, sequence, h, cfg)
     if HAS_SCORES:
         ts = tl.zeros_like(p)
         if tq_operand is not None:
@@ -87,10 +86,10 @@ def add_keys(
             ts += product(q_operand, operand(tk_tile, cfg), cfg)
         # A score is a function of its product alone: the factor is that of the gradient.
         ts = score.data.scale * product_gradient(
-            ts, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED, cfg
+            ts, qk, p, rows, keys, corners, sequence, h, score, IS_MASKED, cfg
         )
         if tbias.ptr is not None:
-            ts += load_bias(tbias, b, h, rows, keys, M).to(tl.float32)
+            ts += load_bias(tbias, sequence.b, h, rows, keys, M).to(tl.float32)
         ts = p * ts
         if IS_HIDING:
             ts = tl.where(p != 0.0, ts, 0.0)
@@ -115,64 +114,40 @@ def add_keys(
     return acc, mu, row_sum
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "out", "tq", "tk", "tv", "tout"))
+@kernel(*UNSPECIALISED)
 def forward_tangent_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    out_ptr, out_batch, out_row, out_head, tq_ptr, tq_batch, tq_row, tq_head, tk_ptr, tk_batch,
-    tk_row, tk_head, tv_ptr, tv_batch, tv_row, tv_head, tout_ptr, tout_batch, tout_row, tout_head,
-    lse_ptr, tlse_ptr, sink_ptr, tsink_ptr, at, score_data, bias, tbias, mask_data, lists, rng_ptr,
-    B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows, mask_columns,
-    first_kept, HAS_SCORES: tl.constexpr, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, out: HeadRows, tq: HeadRows, tk: HeadRows, tv: HeadRows,
+    tout: HeadRows, lse_ptr, tlse_ptr, sink_ptr, tsink_ptr, tbias, score: Score, lists, rng_ptr,
+    lengths: Lengths, mask: Mask, first_kept, HAS_SCORES: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Tangents of one tile of queries, `tout` and `tlse_ptr`.
 
     HAS_SCORES: scores have a tangent; else only V has.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    out = HeadRows(out_ptr, out_batch, out_row, out_head)
-    tq = HeadRows(tq_ptr, tq_batch, tq_row, tq_head)
-    tk = HeadRows(tk_ptr, tk_batch, tk_row, tk_head)
-    tv = HeadRows(tv_ptr, tv_batch, tv_row, tv_head)
-    tout = HeadRows(tout_ptr, tout_batch, tout_row, tout_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    m_tiles = tl.cdiv(lengths.M, BLOCK_M)
-    tile, bh = head_swizzle(tl.program_id(0), m_tiles, lengths.B * heads, cfg.HEAD_SWIZZLE)
-    if cfg.HAS_RIGHT or cfg.SPANS > 0:
-        tile = m_tiles - 1 - tile  # LPT order: the longest KV loops first
-    b = bh // heads
-    h = bh % heads
+    tile, m_tiles, b, h = tile_of_queries(lengths, cfg)
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     m0 = tile * BLOCK_M
     if m0 >= M:
         return
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     # (BLOCK_M, BLOCK_D)
-    q_tile = load_rows(
-        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.ALIGNMENT
-    )
+    q_tile = load_query_tile(q, sequence, h, m0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
     q_operand = operand(q_tile, cfg)
     tq_operand = None
-    if tq_ptr is not None:
-        tq_tile = load_rows(
-            tq, rows_base(tq, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.ALIGNMENT
-        )
+    if tq.ptr is not None:
+        tq_tile = load_query_tile(tq, sequence, h, m0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
         tq_operand = operand(tq_tile, cfg)
     # (BLOCK_M, 1)
-    stats_row = stats_start(lengths, b, h, heads) + start_q
+    stats_row = stats_start(sequence, h)
     lse = tl.load(lse_ptr + stats_row + rows, mask=rows < M, other=-float("inf"))
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
     stats = RowStats(pivot, tl.zeros_like(pivot), tl.zeros_like(pivot))
@@ -189,60 +164,40 @@ def forward_tangent_kernel(
     k_source = tile_source(k, rows_base(k, b, start_k, kv_head), N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     v_source = tile_source(v, rows_base(v, b, start_k, kv_head), N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
     tk_source = k_source
-    if tk_ptr is not None:
+    if tk.ptr is not None:
         tk_base = rows_base(tk, b, start_k, kv_head)
         tk_source = tile_source(tk, tk_base, N, cfg, cfg.D, BLOCK_N, BLOCK_D)
     tv_source = v_source
-    if tv_ptr is not None:
+    if tv.ptr is not None:
         tv_base = rows_base(tv, b, start_k, kv_head)
         tv_source = tile_source(tv, tv_base, N, cfg, cfg.DV, BLOCK_N, BLOCK_DV)
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
-    intervals = load_intervals(mask_data, b, h, start_q, rows, rows < M, N, cfg)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
+    intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
 
-    if cfg.MASK_TILE_M > 0:
-        capacity = tl.cdiv(lengths.N, BLOCK_N)
-        counts, tiles = list_row(lists, b, h, heads, tile, m_tiles, capacity)
-        full_count = tl.load(counts)
-        masked_count = tl.load(counts + 1)
-    else:
-        last = tl.minimum(m0 + BLOCK_M, M) - 1
-        first_start, first_stop = visible_keys(m0, N, positions, mask, cfg)
-        last_start, last_stop = visible_keys(last, N, positions, mask, cfg)
-        ranges = key_ranges(
-            first_start, first_stop, last_start, last_stop, intervals, rows < M, N, cfg
-        )
-        full_count, masked_count = step_counts(ranges, cfg)
+    full_count, masked_count, steps = steps_of_queries(
+        lists, sequence, h, tile, m_tiles, rows, intervals, mask, cfg
+    )
     # The loop counts keys, not tiles, as in the forward.
     for offset in range(0, full_count * BLOCK_N, BLOCK_N):
-        i = offset // BLOCK_N
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + i) * BLOCK_N
-        else:
-            n0 = full_tile_of(i, ranges, cfg) * BLOCK_N
+        n0 = full_tile_of(offset // BLOCK_N, steps, cfg) * BLOCK_N
         acc, mu, row_sum = add_keys(
             acc, mu, row_sum, q_operand, tq_operand, stats, n0, k, k_source, v, v_source, tk,
-            tk_source, tv, tv_source, rows, start, stop, intervals, M, N, positions, b, h, score,
-            tbias, blocks, first_kept, drop_key, False, HAS_SCORES, cfg,
+            tk_source, tv, tv_source, rows, start, stop, intervals, sequence, h, mask, score, tbias,
+            dropout, False, HAS_SCORES, cfg,
         )  # fmt: skip
     for i in range(0, masked_count):
-        if cfg.MASK_TILE_M > 0:
-            n0 = tl.load(tiles + capacity - 1 - i) * BLOCK_N
-        else:
-            n0 = masked_tile_of(i, ranges, cfg) * BLOCK_N
+        n0 = masked_tile_of(i, steps, cfg) * BLOCK_N
         acc, mu, row_sum = add_keys(
             acc, mu, row_sum, q_operand, tq_operand, stats, n0, k, k_source, v, v_source, tk,
-            tk_source, tv, tv_source, rows, start, stop, intervals, M, N, positions, b, h, score,
-            tbias, blocks, first_kept, drop_key, True, HAS_SCORES, cfg,
+            tk_source, tv, tv_source, rows, start, stop, intervals, sequence, h, mask, score, tbias,
+            dropout, True, HAS_SCORES, cfg,
         )  # fmt: skip
 
     if cfg.HAS_LARGE_SCORES:
         weight = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
         mu, acc = mu * weight, acc * weight[:, None]
     # (BLOCK_M, BLOCK_DV)
-    o_tile = load_rows(
-        out, rows_base(out, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, BLOCK_DV,
-        cfg.OUT_ALIGNMENT,
-    )  # fmt: skip
+    o_tile = load_query_tile(out, sequence, h, m0, cfg.DV, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT, cfg)
     acc -= mu[:, None] * o_tile.to(tl.float32)
     store_rows(
         tout, rows_base(tout, b, start_q, h), m0, M, acc, cfg.DV, BLOCK_M, BLOCK_DV,

@@ -16,8 +16,10 @@ from ...gpu import hardware
 from ...gpu.intrinsics import IS_INTERPRETED
 from ...gpu.launch import Launch
 from ...gpu.rows import (
+    HeadRows,
     at_boundary,
     common_alignment,
+    fields_of,
     has_aligned_rows,
     row_arguments,
     with_adjacent_elements,
@@ -26,7 +28,7 @@ from ...gpu.rows import (
 from ...gpu.score_source import GRADIENT, SCORE, function_of, source_of
 from ...ops.merge.kernel import merge_launch, parts_arguments
 from ...problem import AttentionProblem, NewTokens, Operands, captured_needs_grad
-from .arguments import NO_BIAS, NO_LISTS, NO_NEW, NUMBERS, Lists, bias_of, common_of, new_of
+from .arguments import NO_BIAS, NO_LISTS, NO_NEW, Lists, bias_of, common_of, new_of
 from .backward_pass import delta_kernel, key_gradient_kernel, query_gradient_kernel
 from .captured_source import CAPTURED, SUMS, captured_source, kept_tiles
 from .column_sum_pass import column_sum_kernel
@@ -254,7 +256,7 @@ def listed_backward_launches(
         **shared,
         **dict(zip(("rows_ptr", "runs_ptr", "starts_ptr"), entries, strict=True)),
         "list_heads": operands.key_index.shape[2],
-        **_scores_of(common_of(problem, operands)),
+        **common_of(problem, operands),
         "RUN": problem.options.key_run,
     }
     programs = -(-problem.N // planned.keys.config.BLOCK_N) * problem.B * problem.Hk
@@ -276,29 +278,24 @@ def _listed_launch(
     shared = (n == 1 for n in index.shape)
     batch, row, head, _ = (0 if s else n for s, n in zip(shared, index.stride(), strict=True))
     arguments |= {
-        "index_ptr": index,
-        "index_batch": batch,
-        "index_row": row,
-        "index_head": head,
+        **fields_of(index=HeadRows(index, batch, row, head)),
         "top": index.shape[3],
-        **_scores_of(common_of(problem, operands)),
+        **common_of(problem, operands),
         "RUN": problem.options.key_run,
     }
     programs = problem.B * problem.M * problem.Hk * -(-config.GROUP // config.BLOCK_M)
     return _planned(kernel, (programs,), arguments, kernel_plan)
 
 
-def _scores_of(common: dict[str, Any]) -> dict[str, Any]:
-    """What kernels without masks that are data take of the common arguments."""
-    return {name: common[name] for name in ("at", "score_data", "bias", *NUMBERS)}
-
-
 def _planned(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], kernel_plan: KernelPlan
 ) -> Launch:
-    """A launch with the tiles, warps and stages of its plan."""
+    """A launch with the tiles, warps and stages of its plan, and those of the arguments that the
+    kernel takes.
+    """
     config, warps, stages, registers = kernel_plan
-    return Launch(kernel, grid, arguments | {"cfg": config}, warps, stages, registers=registers)
+    arguments = {name: config if name == "cfg" else arguments[name] for name in kernel.arg_names}
+    return Launch(kernel, grid, arguments, warps, stages, registers=registers)
 
 
 def delta_launch(
@@ -348,7 +345,7 @@ def row_sums_launch(
         "pivot_ptr": made.pivot,
         "delta_ptr": made.delta,
         "sink_ptr": sink,
-        **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
+        **common,
     }
     grid = (problem.B * problem.Hq, -(-problem.M // kernel_plan.config.BLOCK_M))
     return _planned(row_sums_kernel, grid, arguments, kernel_plan)
@@ -377,14 +374,13 @@ def lists_launch(
         has_batch=int(batch > 1),
         has_heads=int(heads > 1),
     )
-    arguments = {
-        **{name: common[name] for name in ("at", "mask_data", *NUMBERS)},
+    arguments = common | {
         "lists": lists,
-        "cfg": config,
         "IS_BY_KEYS": by_keys,
         "CHUNK": SPAN_LIST_CHUNK if problem.spans else LIST_CHUNK,
     }
-    return lists, Launch(list_tiles_kernel, (batch * heads, own), arguments, 4, 1)
+    listing = KernelPlan(config, warps=4, stages=1)
+    return lists, _planned(list_tiles_kernel, (batch * heads, own), arguments, listing)
 
 
 def bias_launch(
@@ -522,10 +518,9 @@ def column_sum_launch(
                 # Twice the keys, because every program reads all queries. Others would spill.
                 config = replace(config, BLOCK_N=128)
                 chosen = chosen._replace(config=config, stages=2, registers=168)
-    common = common_of(problem, operands)
     arguments = {
         **row_arguments(q=q, k=k),
-        **{name: common[name] for name in ("at", "score_data", "bias", "mask_data", *NUMBERS)},
+        **common_of(problem, operands),
         "sums_ptr": column_sum,
         "lse_ptr": lse,
         "lost_ptr": lost,

@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.intrinsics import LOG2E, rows_base
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...problem import AttentionProblem, Operands
-from .arguments import Lengths, Mask, RowPositions, RowStats, Score, unspecialised
+from .arguments import UNSPECIALISED, Lengths, Mask, RowStats, Score, Sequence
 from .backward_pass import recompute_p
 from .forward_pass import store_lse, weighted_sum
 from .products import add_product, operand, product
@@ -74,10 +75,10 @@ def queries_of_runs(problem: AttentionProblem, operands: Operands) -> QueriesOfR
 
 
 @triton.jit
-def place_of(program, lengths, heads, cfg: tl.constexpr):
+def place_of(program, lengths, cfg: tl.constexpr):
     """(sequence, query, key head, rows of the tile) of a program. Rows are heads of the group."""
     PARTS: tl.constexpr = (cfg.GROUP + cfg.BLOCK_M - 1) // cfg.BLOCK_M
-    kv_heads = heads // cfg.GROUP
+    kv_heads = lengths.heads // cfg.GROUP
     kv_head = program // PARTS % kv_heads
     row = program // (PARTS * kv_heads)
     # (BLOCK_M,)
@@ -118,42 +119,30 @@ def add_rows(
 @triton.jit
 def store_heads(
     x, rows, tile, inside, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr
-):  # fmt: skip
+):
     """Write `tile` (BLOCK_M, BLOCK_DIM) to the pointers `rows` (BLOCK_M, 1) where `inside`."""
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     pointers = tl.multiple_of(rows + dims, [1, ALIGNMENT])
     tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=inside & (dims < DIM))
 
 
-LISTS = ("index_ptr", "index_batch", "index_row", "index_head", "top")
-
-
-@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "out"), *LISTS])
+@kernel(*UNSPECIALISED, "top")
 def listed_forward_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, index_ptr, index_batch, index_row,
-    index_head, top, at, score_data, bias, B, M, N, total_q, total_k, page_columns, left, right,
-    chunk, heads, mask_rows, mask_columns, first_kept, RUN: tl.constexpr, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, out: HeadRows, lse_ptr, sink_ptr, index: HeadRows, top,
+    score: Score, lengths: Lengths, mask: Mask, RUN: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one query and the heads of one key head."""
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    out = HeadRows(out_ptr, out_batch, out_row, out_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, None)
-    score = Score(score_data, bias)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    b, m, kv_head, member = place_of(tl.program_id(0), lengths, heads, cfg)
+    b, m, kv_head, member = place_of(tl.program_id(0), lengths, cfg)
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    written = M if at.cu_seqlens_q is not None else lengths.M
+    written = M if lengths.at.cu_seqlens_q is not None else lengths.M
     if m >= written:
         return
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     # (BLOCK_M, 1)
     is_head = (member < cfg.GROUP)[:, None]
     h = (kv_head * cfg.GROUP + member)[:, None]
@@ -161,10 +150,9 @@ def listed_forward_kernel(
     q_rows = rows_base(q, b, start_q + m, h)
     q_tile = load_columns(q_rows, is_head & (m < M), 0, cfg.D, BLOCK_D, cfg.ALIGNMENT)
     q_operand = operand(q_tile, cfg)
-    start, stop = visible_keys(m, N, positions, mask, cfg)
+    start, stop = visible_keys(m, sequence, mask, cfg)
     stop = tl.where(m < M, stop, start)  # padding sees nothing
-    entries = index_ptr + b.to(tl.int64) * index_batch + (start_q + m).to(tl.int64) * index_row
-    entries += kv_head.to(tl.int64) * index_head
+    entries = rows_base(index, b, start_q + m, kv_head)
     k_base, v_base = rows_base(k, b, start_k, kv_head), rows_base(v, b, start_k, kv_head)
     # (BLOCK_M,), and (BLOCK_M, BLOCK_DV)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -185,7 +173,7 @@ def listed_forward_kernel(
         v_tile = gather(v, v_base, keys, visible, cfg, cfg.DV, BLOCK_DV)
         # (BLOCK_M, BLOCK_D) @ (BLOCK_D, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         qk = product(q_operand, operand(k_tile, cfg), cfg)
-        s = scores_of(qk, m, keys[None, :], M, None, positions, b, h, score, cfg)
+        s = scores_of(qk, m, keys[None, :], M, None, sequence, h, score, cfg)
         s = tl.where(visible[None, :], s, -float("inf"))
         new_max = tl.maximum(row_max, as_pivot(tl.max(s, 1), factor, cfg))
         pivot = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf - -inf would be NaN
@@ -199,45 +187,32 @@ def listed_forward_kernel(
     seen = (row_sum != 0.0) & (m < M)
     safe_sum = tl.where(seen, row_sum, 1.0)
     rows = tl.where(is_head, m, written)
-    store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
+    store_lse(lse_ptr, row_max, safe_sum, seen, rows, written, sequence, h, cfg)
     acc = tl.where(seen, acc / safe_sum, 0.0)
     out_rows = rows_base(out, b, start_q + m, h)
     store_heads(out, out_rows, acc, is_head, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
 
 
-@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "dout", "dq", "dk", "dv"), *LISTS])
+@kernel(*UNSPECIALISED, "top")
 def listed_query_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, dk_ptr, dk_batch,
-    dk_row, dk_head, dv_ptr, dv_batch, dv_row, dv_head, pivot_ptr, delta_ptr, index_ptr,
-    index_batch, index_row, index_head, top, at, score_data, bias, B, M, N, total_q, total_k,
-    page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dq: HeadRows, dk: HeadRows, dv: HeadRows,
+    pivot_ptr, delta_ptr, index: HeadRows, top, score: Score, lengths: Lengths, mask: Mask,
     RUN: tl.constexpr, HAS_KEY_GRADIENTS: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query and the heads of one key head.
 
     HAS_KEY_GRADIENTS: also add the query's part of dK and dV to what they hold, float32.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    dq = HeadRows(dq_ptr, dq_batch, dq_row, dq_head)
-    dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
-    dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, None)
-    score = Score(score_data, bias)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    b, m, kv_head, member = place_of(tl.program_id(0), lengths, heads, cfg)
+    b, m, kv_head, member = place_of(tl.program_id(0), lengths, cfg)
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
     if m >= M:
         return
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     # (BLOCK_M, 1)
     is_head = (member < cfg.GROUP)[:, None]
     h = (kv_head * cfg.GROUP + member)[:, None]
@@ -247,10 +222,9 @@ def listed_query_gradient_kernel(
     do_rows = rows_base(dout, b, start_q + m, h)
     do_tile = load_columns(do_rows, is_head, 0, cfg.DV, BLOCK_DV, cfg.OUT_ALIGNMENT)
     q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
-    stats = stats_of(pivot_ptr, delta_ptr, start_q + m, is_head, b, h, heads, lengths)
-    start, stop = visible_keys(m, N, positions, mask, cfg)
-    entries = index_ptr + b.to(tl.int64) * index_batch + (start_q + m).to(tl.int64) * index_row
-    entries += kv_head.to(tl.int64) * index_head
+    stats = stats_of(pivot_ptr, delta_ptr, m, is_head, sequence, h)
+    start, stop = visible_keys(m, sequence, mask, cfg)
+    entries = rows_base(index, b, start_q + m, kv_head)
     k_base, v_base = rows_base(k, b, start_k, kv_head), rows_base(v, b, start_k, kv_head)
     dk_base, dv_base = rows_base(dk, b, start_k, kv_head), rows_base(dv, b, start_k, kv_head)
     # (BLOCK_M, BLOCK_D)
@@ -268,7 +242,7 @@ def listed_query_gradient_kernel(
         # (BLOCK_M, BLOCK_DV) @ (BLOCK_DV, BLOCK_N) -> (BLOCK_M, BLOCK_N)
         dp = product(do_operand, operand(v_tile, cfg), cfg, 0.5 * stats.delta)
         p, ds = score_gradient(
-            qk, dp, stats, m, keys[None, :], visible[None, :], M, positions, b, h, score, cfg
+            qk, dp, stats, m, keys[None, :], visible[None, :], sequence, h, score, cfg
         )
         ds_operand = operand(ds.to(k_tile.dtype), cfg)
         # (BLOCK_M, BLOCK_N) @ (BLOCK_N, BLOCK_D) -> (BLOCK_M, BLOCK_D)
@@ -289,31 +263,20 @@ def listed_query_gradient_kernel(
     store_heads(dq, dq_rows, dq_acc, is_head, cfg.D, BLOCK_D, cfg.OUT_ALIGNMENT)
 
 
-@triton.jit(do_not_specialize=[*unspecialised("q", "k", "v", "dout", "dk", "dv"), "list_heads"])
+@kernel(*UNSPECIALISED, "list_heads")
 def listed_key_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dk_ptr, dk_batch, dk_row, dk_head, dv_ptr, dv_batch,
-    dv_row, dv_head, pivot_ptr, delta_ptr, rows_ptr, runs_ptr, starts_ptr, list_heads, at,
-    score_data, bias, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows,
-    mask_columns, first_kept, RUN: tl.constexpr, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dk: HeadRows, dv: HeadRows, pivot_ptr,
+    delta_ptr, rows_ptr, runs_ptr, starts_ptr, list_heads, score: Score, lengths: Lengths,
+    mask: Mask, RUN: tl.constexpr, cfg: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one key head. Tiles of scores are transposed; their columns
     are pairs of an entry of `queries_of_runs` and a head of the group.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
-    dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, None)
-    score = Score(score_data, bias)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    kv_heads = heads // cfg.GROUP
+    kv_heads = lengths.heads // cfg.GROUP
     kv_head = tl.program_id(0) % kv_heads
     n0 = tl.program_id(0) // kv_heads % tl.cdiv(lengths.N, BLOCK_N) * BLOCK_N
     b = tl.program_id(0) // (kv_heads * tl.cdiv(lengths.N, BLOCK_N))
@@ -321,7 +284,7 @@ def listed_key_gradient_kernel(
     start_k, N = key_span(lengths, b)
     if n0 >= N:
         return
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
     k_base, v_base = rows_base(k, b, start_k, kv_head), rows_base(v, b, start_k, kv_head)
     k_tile = load_rows(k, k_base, n0, N, True, cfg.D, BLOCK_N, BLOCK_D, cfg.ALIGNMENT)
@@ -332,7 +295,7 @@ def listed_key_gradient_kernel(
     # (BLOCK_N, 1)
     keys = n0 + tl.arange(0, BLOCK_N)[:, None]
     # The runs that the tile touches: of the sequence and head, and in all.
-    first_row = start_q if at.cu_seqlens_q is not None else b * lengths.M
+    first_row = start_q if lengths.at.cu_seqlens_q is not None else b * lengths.M
     first_run = (b * list_heads + kv_head % list_heads) * tl.cdiv(lengths.N, RUN)
     last = first_run + (tl.minimum(n0 + BLOCK_N, N) - 1) // RUN
     begin = tl.load(starts_ptr + first_run + n0 // RUN)
@@ -354,15 +317,15 @@ def listed_key_gradient_kernel(
         q_operand, do_operand = operand(q_tile, cfg), operand(do_tile, cfg)
         # (1, BLOCK_M)
         m, h, run, inside = m[None, :], h[None, :], run[None, :], inside[None, :]
-        stats = stats_of(pivot_ptr, delta_ptr, start_q + m, inside, b, h, heads, lengths)
-        start, stop = visible_keys(m, N, positions, mask, cfg)
+        stats = stats_of(pivot_ptr, delta_ptr, m, inside, sequence, h)
+        start, stop = visible_keys(m, sequence, mask, cfg)
         # (BLOCK_N, BLOCK_M)
         visible = between(keys, start, stop, cfg) & (keys // RUN == run) & inside
         # (BLOCK_N, BLOCK_D) @ (BLOCK_D, BLOCK_M) -> (BLOCK_N, BLOCK_M)
         qk = product(k_operand, q_operand, cfg)
         # (BLOCK_N, BLOCK_DV) @ (BLOCK_DV, BLOCK_M) -> (BLOCK_N, BLOCK_M)
         dp = product(v_operand, do_operand, cfg, 0.5 * stats.delta)
-        p, ds = score_gradient(qk, dp, stats, m, keys, visible, M, positions, b, h, score, cfg)
+        p, ds = score_gradient(qk, dp, stats, m, keys, visible, sequence, h, score, cfg)
         if cfg.HAS_DEAD_ROWS:
             do_operand = operand(without_hidden(do_tile, p), cfg)
         # (BLOCK_N, BLOCK_M) @ (BLOCK_M, BLOCK_DV) -> (BLOCK_N, BLOCK_DV)
@@ -376,20 +339,21 @@ def listed_key_gradient_kernel(
 
 
 @triton.jit
-def stats_of(pivot_ptr, delta_ptr, row, inside, b, h, heads, lengths):
-    """The statistics of `row` for the heads `h`, in the shape of `inside`; P is zero elsewhere."""
-    offs = stats_start(lengths, b, h, heads) + row
+def stats_of(pivot_ptr, delta_ptr, m, inside, sequence, h):
+    """The statistics of the query `m` for the heads `h`, in the shape of `inside`; P is zero
+    elsewhere.
+    """
+    offs = stats_start(sequence, h) + m
     pivot = tl.load(pivot_ptr + offs, mask=inside, other=float("inf"))
     delta = tl.load(delta_ptr + offs, mask=inside, other=0.0)
     return RowStats(pivot, pivot, delta)
 
 
 @triton.jit
-def score_gradient(
-    qk, dp, stats, m, keys, visible, M, positions, b, h, score, cfg: tl.constexpr
-):  # fmt: skip
+def score_gradient(qk, dp, stats, m, keys, visible, sequence, h, score, cfg: tl.constexpr):
     """(P, the gradient of the scaled products) of a tile or of a transposed tile."""
-    p = recompute_p(qk, stats, m, keys, visible, None, positions, b, h, score, M, True, cfg)
+    M = sequence.M
+    p = recompute_p(qk, stats, m, keys, visible, None, sequence, h, score, M, True, cfg)
     ds = p * (dp - stats.delta)
-    ds = product_gradient(ds, qk, p, m, keys, None, b, h, positions, score, True, cfg)
+    ds = product_gradient(ds, qk, p, m, keys, None, sequence, h, score, True, cfg)
     return p, tl.where(p != 0.0, ds, 0.0)

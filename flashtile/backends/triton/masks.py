@@ -13,19 +13,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import NUMBERS, Blocks, Lengths, Mask, RowPositions
-from .tiles import block_mask_start, key_span, masked_tile, query_span, tile_phases, visible_keys
+from ...gpu.kernel import kernel
+from .arguments import UNSPECIALISED, Lengths, Mask, Sequence
+from .tiles import (
+    block_mask_start,
+    key_span,
+    list_row,
+    masked_tile,
+    query_span,
+    tile_phases,
+    visible_keys,
+)
 
 
 @triton.jit
-def load_intervals(data, b, h, start_q, rows, inside, N, cfg: tl.constexpr):
-    """((starts, stops), ...) of the queries `rows`, of any shape, which begin at row `start_q` of
-    the tensors: within [0, N], and (N, 0) for empty intervals and for rows that are not `inside`.
+def load_intervals(data, sequence, h, rows, inside, cfg: tl.constexpr):
+    """((starts, stops), ...) of the queries `rows`, of any shape: within [0, N], and (N, 0) for
+    empty intervals and for rows that are not `inside`.
     """
     SPANS: tl.constexpr = cfg.SPANS
     intervals = ()
     if SPANS > 0:
-        b, h, row = b.to(tl.int64), h.to(tl.int64), (start_q + rows).to(tl.int64)
+        b, h, N = sequence.b.to(tl.int64), h.to(tl.int64), sequence.N
+        row = (sequence.start_q + rows).to(tl.int64)
         starts = data.starts + b * data.starts_batch + h * data.starts_head
         starts += row * data.starts_row
         stops = data.stops + b * data.stops_batch + h * data.stops_head
@@ -89,8 +99,8 @@ def key_ranges(
     else:
         a, b, c, d = extremes(intervals[0], inside, N, None)
         first = tile_phases(
-            tl.maximum(first_start, a), tl.minimum(first_stop, b),
-            tl.maximum(last_start, c), tl.minimum(last_stop, d), BLOCK_N,
+            tl.maximum(first_start, a), tl.minimum(first_stop, b), tl.maximum(last_start, c),
+            tl.minimum(last_stop, d), BLOCK_N,
         )  # fmt: skip
         ranges = (first,)
         if SPANS > 1:
@@ -100,8 +110,8 @@ def key_ranges(
                 a = tl.minimum(a, least)
                 d = tl.maximum(d, greatest)
             second = tile_phases(
-                tl.maximum(first_start, a), tl.minimum(first_stop, b),
-                tl.maximum(last_start, c), tl.minimum(last_stop, d), BLOCK_N,
+                tl.maximum(first_start, a), tl.minimum(first_stop, b), tl.maximum(last_start, c),
+                tl.minimum(last_stop, d), BLOCK_N,
             )  # fmt: skip
             is_behind = second[0] >= first[0]
             ranges = (  # type: ignore[assignment]  # a tuple of a length that cfg decides
@@ -137,30 +147,66 @@ def step_counts(ranges, cfg: tl.constexpr):
 
 
 @triton.jit
-def full_tile_of(i, ranges, cfg: tl.constexpr):
+def listed_steps(lists, sequence, h, tile, tiles, cfg: tl.constexpr):
+    """How many tiles a block mask's list of a tile of queries has that are full, and how many that
+    are masked; and pointers to the first ones of both.
+    """
+    capacity = tl.cdiv(sequence.lengths.N, cfg.BLOCK_N)
+    counts, listed = list_row(lists, sequence, h, tile, tiles, capacity)
+    return tl.load(counts), tl.load(counts + 1), (listed, listed + capacity - 1)
+
+
+@triton.jit
+def steps_of_queries(lists, sequence, h, tile, tiles, rows, intervals, mask, cfg: tl.constexpr):
+    """The KV loop of a tile of queries: how many tiles are full, how many are masked, and their
+    ranges or, with a block mask, pointers to their list.
+    """
+    if cfg.MASK_TILE_M > 0:
+        full_count, masked_count, steps = listed_steps(lists, sequence, h, tile, tiles, cfg)
+    else:
+        first = tile * cfg.BLOCK_M
+        last = tl.minimum(first + cfg.BLOCK_M, sequence.M) - 1
+        first_start, first_stop = visible_keys(first, sequence, mask, cfg)
+        last_start, last_stop = visible_keys(last, sequence, mask, cfg)
+        inside, N = rows < sequence.M, sequence.N
+        steps = key_ranges(
+            first_start, first_stop, last_start, last_stop, intervals, inside, N, cfg
+        )
+        full_count, masked_count = step_counts(steps, cfg)
+    return full_count, masked_count, steps
+
+
+@triton.jit
+def full_tile_of(i, steps, cfg: tl.constexpr):
     """The tile of step `i` over the full tiles."""
-    _, full_begin, full_end, _ = ranges[0]
-    tile = full_begin + i
-    if cfg.SPANS > 1:
-        count = full_end - full_begin
-        tile = tl.where(i < count, tile, ranges[1][1] + i - count)
+    if cfg.MASK_TILE_M > 0:
+        tile = tl.load(steps[0] + i)
+    else:
+        _, full_begin, full_end, _ = steps[0]
+        tile = full_begin + i
+        if cfg.SPANS > 1:
+            count = full_end - full_begin
+            tile = tl.where(i < count, tile, steps[1][1] + i - count)
     return tile
 
 
 @triton.jit
-def masked_tile_of(i, ranges, cfg: tl.constexpr):
+def masked_tile_of(i, steps, cfg: tl.constexpr):
     """The tile of step `i` over the masked tiles."""
-    begin, full_begin, full_end, end = ranges[0]
-    tile = masked_tile(i, begin, full_begin, full_end)
-    if cfg.SPANS > 1:
-        count = end - begin - (full_end - full_begin)
-        begin, full_begin, full_end, _ = ranges[1]
-        tile = tl.where(i < count, tile, masked_tile(i - count, begin, full_begin, full_end))
+    if cfg.MASK_TILE_M > 0:
+        tile = tl.load(steps[1] - i)
+    else:
+        begin, full_begin, full_end, end = steps[0]
+        tile = masked_tile(i, begin, full_begin, full_end)
+        if cfg.SPANS > 1:
+            count = end - begin - (full_end - full_begin)
+            begin, full_begin, full_end, _ = steps[1]
+            tile = tl.where(i < count, tile, masked_tile(i - count, begin, full_begin, full_end))
     return tile
 
 
 @triton.jit
-def span_kind(m0, m1, n0, n1, data, b, h, start_q, N, cfg: tl.constexpr):
+def span_kind(m0, m1, n0, n1, data, sequence, h, cfg: tl.constexpr):
     """(any visible, all visible) in the tiles [m0, m1) x [n0, n1), by the spans only. "All" needs
     one interval of every row that holds the whole tile; other tiles are masked.
     """
@@ -168,12 +214,12 @@ def span_kind(m0, m1, n0, n1, data, b, h, start_q, N, cfg: tl.constexpr):
     # (tiles, BLOCK_M)
     rows = m0[:, None] + tl.arange(0, cfg.BLOCK_M)[None, :]
     inside = rows < m1[:, None]
-    intervals = load_intervals(data, b, h, start_q, rows, inside, N, cfg)
+    intervals = load_intervals(data, sequence, h, rows, inside, cfg)
     any_seen = (m0 + n0) < 0
     all_seen = (m0 + n0) < 0
     for r in tl.static_range(SPANS):
         least_start, least_stop, greatest_start, greatest_stop = extremes(
-            intervals[r], inside, N, 1
+            intervals[r], inside, sequence.N, 1
         )
         any_seen = any_seen | ((least_start < n1) & (greatest_stop > n0))
         all_seen = all_seen | ((greatest_start <= n0) & (least_stop >= n1))
@@ -189,7 +235,7 @@ def span_kind(m0, m1, n0, n1, data, b, h, start_q, N, cfg: tl.constexpr):
 
 
 @triton.jit
-def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
+def block_mask_kind(m0, m1, n0, n1, kind_offs, mask, cfg: tl.constexpr):
     """(any visible, all visible) in the tiles [m0, m1) x [n0, n1), by the block mask only."""
     ROWS: tl.constexpr = cfg.MASK_COVER_M
     COLUMNS: tl.constexpr = cfg.MASK_COVER_N
@@ -200,41 +246,34 @@ def block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg: tl.constexpr):
         for j in range(COLUMNS):
             column = n0 // cfg.MASK_TILE_N + j
             covered = (row * cfg.MASK_TILE_M < m1) & (column * cfg.MASK_TILE_N < n1)
-            inside = covered & (row < blocks.rows) & (column < blocks.columns)
+            inside = covered & (row < mask.rows) & (column < mask.columns)
             kind = tl.load(
-                blocks.data.kinds + kind_offs + row * blocks.columns + column, mask=inside, other=0
+                mask.data.kinds + kind_offs + row * mask.columns + column, mask=inside, other=0
             )
             any_seen = any_seen | (kind != 0)
             all_seen = all_seen & ((kind == 1) | (covered == 0))
     return any_seen, all_seen
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(*UNSPECIALISED)
 def list_tiles_kernel(
-    lists, at, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
-    heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
+    lists, lengths: Lengths, mask: Mask, cfg: tl.constexpr, IS_BY_KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one row of `lists`: the tiles that one tile of queries (IS_BY_KEYS: of keys) visits, in
     ascending order.
     """
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
-    list_heads = 1 + lists.has_heads * (heads - 1)
-    if IS_BY_KEYS:
-        capacity = tl.cdiv(M, cfg.BLOCK_M)
-    else:
-        capacity = tl.cdiv(N, cfg.BLOCK_N)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
+    list_heads = 1 + lists.has_heads * (lengths.heads - 1)
+    capacity = tl.cdiv(lengths.M, BLOCK_M) if IS_BY_KEYS else tl.cdiv(lengths.N, BLOCK_N)
     own_tile = tl.program_id(1)
     h = tl.program_id(0) % list_heads
     b = tl.program_id(0) // list_heads
     start_q, M = query_span(lengths, b)
-    _, N = key_span(lengths, b)
-    positions = RowPositions(N - M, at, b)
-    kind_offs = block_mask_start(blocks, b, h)
+    start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
+    kind_offs = block_mask_start(mask, lengths, b, h)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + own_tile
     full_count = own_tile * 0
     masked_count = own_tile * 0
@@ -250,14 +289,14 @@ def list_tiles_kernel(
         m1 = tl.minimum(m0 + BLOCK_M, M)
         n1 = tl.minimum(n0 + BLOCK_N, N)
         exists = (m0 < M) & (n0 < N)
-        first_start, first_stop = visible_keys(m0, N, positions, mask, cfg)
-        last_start, last_stop = visible_keys(m1 - 1, N, positions, mask, cfg)
+        first_start, first_stop = visible_keys(m0, sequence, mask, cfg)
+        last_start, last_stop = visible_keys(m1 - 1, sequence, mask, cfg)
         if cfg.MASK_TILE_M > 0:
-            any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, blocks, cfg)
+            any_seen, all_seen = block_mask_kind(m0, m1, n0, n1, kind_offs, mask, cfg)
         else:
             any_seen, all_seen = exists, exists
         if cfg.SPANS > 0:
-            any_in_spans, all_in_spans = span_kind(m0, m1, n0, n1, mask_data, b, h, start_q, N, cfg)
+            any_in_spans, all_in_spans = span_kind(m0, m1, n0, n1, mask.data, sequence, h, cfg)
             any_seen, all_seen = any_seen & any_in_spans, all_seen & all_in_spans
         visited = exists & any_seen & (n1 > first_start) & (n0 < last_stop)
         whole = (m0 + BLOCK_M <= M) & (n0 + BLOCK_N <= N)

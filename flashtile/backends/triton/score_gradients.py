@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import rows_base
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
 from ...problem import LARGE_LSE, Operands, Options
-from .arguments import Blocks, Lengths, Mask, RowPositions, Score, unspecialised
+from .arguments import UNSPECIALISED, Dropout, Lengths, Mask, Score, Sequence
 from .backward_pass import drop, load_stats, recompute_p, stats_at
 from .cache import load_keys, page_list
 from .masks import in_spans, load_intervals
@@ -32,6 +33,8 @@ from .tiles import (
     kept,
     key_row_of_batch,
     key_span,
+    load_key_tile,
+    load_query_tile,
     load_rows,
     pivot_of_lse,
     query_span,
@@ -43,77 +46,60 @@ from .tiles import (
 
 @triton.jit
 def probability_tile(
-    q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
-    cfg: tl.constexpr,
-):  # fmt: skip
+    q_tile, k_tile, pivot_ptr, delta_ptr, sequence, mask, score, h, m0, n0, cfg: tl.constexpr
+):
     """Of the scores of one tile of queries and one of keys: P (BLOCK_M, BLOCK_N), zero where
     masked, Q K^T, the mask, and the statistics of the rows.
     """
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    start_q, M = query_span(lengths, b)
-    _, N = key_span(lengths, b)
+    M = sequence.M
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    positions = RowPositions(N - M, lengths.at, b)
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
-    intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+    intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
     visible = in_spans(keys, visible, intervals, cfg)
     if cfg.MASK_TILE_M > 0:
-        visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+        visible = in_block_mask(rows, keys, visible, sequence, h, mask, cfg)
     # (BLOCK_M, BLOCK_N)
     qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    stats = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    stats = stats_at(pivot_ptr, delta_ptr, sequence, h, cfg)
     # (BLOCK_M, 1)
     stats = load_stats(stats, offs_m, M, True, 1, cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
     # (BLOCK_M, BLOCK_N)
-    p = recompute_p(qk, stats, rows, keys, visible, corners, positions, b, h, score, M, True, cfg)
+    p = recompute_p(qk, stats, rows, keys, visible, corners, sequence, h, score, M, True, cfg)
     return p, qk, visible, stats
 
 
 @triton.jit
 def score_gradient_tile(
-    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept, drop_key,
-    heads, b, h, m0, n0, cfg: tl.constexpr,
+    q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, dropout, b, h, m0, n0,
+    cfg: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of scores: dS (BLOCK_M, BLOCK_N), zero where masked, Q K^T, and the mask."""
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
-    BLOCK_N: tl.constexpr = cfg.BLOCK_N
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     kv_head = h // cfg.GROUP
     # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D), (BLOCK_M, BLOCK_DV), (BLOCK_N, BLOCK_DV)
-    q_tile = load_rows(
-        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
-    )
-    k_tile = load_rows(
-        k, rows_base(k, b, start_k, kv_head), n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D,
-        cfg.ALIGNMENT,
-    )  # fmt: skip
-    do_tile = load_rows(
-        dout, rows_base(dout, b, start_q, h), m0, M, True, cfg.DV, BLOCK_M, cfg.BLOCK_DV,
-        cfg.OUT_ALIGNMENT,
-    )  # fmt: skip
-    v_tile = load_rows(
-        v, rows_base(v, b, start_k, kv_head), n0, N, True, cfg.DV, BLOCK_N, cfg.BLOCK_DV,
-        cfg.ALIGNMENT,
-    )  # fmt: skip
+    q_tile = load_query_tile(q, sequence, h, m0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
+    k_tile = load_key_tile(k, sequence, kv_head, n0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
+    do_tile = load_query_tile(dout, sequence, h, m0, cfg.DV, cfg.BLOCK_DV, cfg.OUT_ALIGNMENT, cfg)
+    v_tile = load_key_tile(v, sequence, kv_head, n0, cfg.DV, cfg.BLOCK_DV, cfg.ALIGNMENT, cfg)
     # (BLOCK_M, BLOCK_N)
     p, qk, visible, stats = probability_tile(
-        q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
-        cfg,
-    )  # fmt: skip
+        q_tile, k_tile, pivot_ptr, delta_ptr, sequence, mask, score, h, m0, n0, cfg
+    )
     # (BLOCK_M, BLOCK_DV) @ (BLOCK_DV, BLOCK_N) -> (BLOCK_M, BLOCK_N)
     dp = product(operand(do_tile, cfg), operand(v_tile, cfg), cfg, 0.5 * stats.delta)
     keep = visible
     if cfg.HAS_DROPOUT:
         rows = m0 + tl.arange(0, BLOCK_M)[:, None]
-        positions = RowPositions(N - M, lengths.at, b)
-        keep = kept(drop_key, first_kept, b, h, rows, n0, positions, cfg)
+        keep = kept(dropout, rows, n0, sequence, h, cfg)
     ds = p * (drop(dp, keep, score.data.drop_scale, cfg) - stats.delta)
     # Keys of a sequence without queries may be NaN, whatever hides other keys.
     return tl.where(p != 0.0, ds, 0.0), qk, visible
@@ -123,28 +109,18 @@ def score_gradient_tile(
 # the gradient and visits every tile of scores that reads it, in a fixed order, without atomics.
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
+@kernel(*UNSPECIALISED)
 def bias_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dbias, pivot_ptr, delta_ptr, at, score_data, bias,
-    mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, first_kept, IS_BATCH_SHARED: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dbias, pivot_ptr, delta_ptr,
+    score: Score, rng_ptr, lengths: Lengths, mask: Mask, first_kept, IS_BATCH_SHARED: tl.constexpr,
     IS_HEAD_SHARED: tl.constexpr, IS_ROW_SHARED: tl.constexpr, IS_KEY_SHARED: tl.constexpr,
     cfg: tl.constexpr,
 ):  # fmt: skip
     """One tile of the gradient `dbias`. The IS_X_SHARED flags name the dimensions in which the bias
     was broadcast.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
-    dbias_heads = 1 if IS_HEAD_SHARED else heads
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dbias_heads = 1 if IS_HEAD_SHARED else lengths.heads
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     own_h = tl.program_id(0) % dbias_heads
@@ -154,7 +130,7 @@ def bias_gradient_kernel(
     # Terms of the four sums: one in a dimension that is not shared. They are one loop, because the
     # compiler loads the tiles of the next step ahead only in an innermost loop.
     b_terms = lengths.B if IS_BATCH_SHARED else 1
-    h_terms = heads if IS_HEAD_SHARED else 1
+    h_terms = lengths.heads if IS_HEAD_SHARED else 1
     m_terms = tl.cdiv(lengths.M, BLOCK_M) if IS_ROW_SHARED else 1
     n_terms = tl.cdiv(lengths.N, BLOCK_N) if IS_KEY_SHARED else 1
     # (BLOCK_M, BLOCK_N)
@@ -167,9 +143,8 @@ def bias_gradient_kernel(
         h = own_h + h_term % h_terms
         b = own_b + h_term // h_terms
         ds, _, _ = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
-            drop_key, heads, b, h, m0, n0, cfg,
-        )  # fmt: skip
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, dropout, b, h, m0, n0, cfg
+        )
         acc += ds
     rows = own_m + tl.arange(0, BLOCK_M)[:, None]
     keys = own_n + tl.arange(0, BLOCK_N)[None, :]
@@ -205,23 +180,22 @@ def band_offset(lengths, SIDE: tl.constexpr):
 
 
 @triton.jit
-def rows_of_band(offset, M, N, positions, mask, cfg: tl.constexpr):
-    """Rows [start, stop) of a band for M queries and N keys; none if no score is visible.
+def rows_of_band(offset, sequence, mask, cfg: tl.constexpr):
+    """Rows [start, stop) of a band of a sequence; none if no score is visible.
 
     A band has the scores whose key minus row is within (offset - SIDE, offset + SIDE).
     """
     SIDE: tl.constexpr = cfg.BLOCK_M
     start = tl.maximum(-offset, 0)
-    stop = tl.minimum(M, N - offset)
+    stop = tl.minimum(sequence.M, sequence.N - offset)
+    shift = sequence.N - sequence.M
     if cfg.RUNS == 0:
         if cfg.HAS_LEFT:
-            stop = tl.where(offset + SIDE <= positions.shift - mask.left, start, stop)
+            stop = tl.where(offset + SIDE <= shift - mask.left, start, stop)
         if cfg.HAS_RIGHT:
-            stop = tl.where(offset - SIDE >= positions.shift + mask.right, start, stop)
+            stop = tl.where(offset - SIDE >= shift + mask.right, start, stop)
         if cfg.HAS_CHUNK:
-            is_near = (offset + SIDE > positions.shift - mask.chunk) & (
-                offset - SIDE < positions.shift + mask.chunk
-            )
+            is_near = (offset + SIDE > shift - mask.chunk) & (offset - SIDE < shift + mask.chunk)
             stop = tl.where(is_near, stop, start)
     return start, stop
 
@@ -241,48 +215,38 @@ def diagonal_sums(x):
     return tl.sum(tl.where(is_wrapped, 0.0, moved), 0), tl.sum(tl.where(is_wrapped, moved, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
+@kernel(*UNSPECIALISED)
 def distance_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, sums_ptr, pivot_ptr, delta_ptr, at, score_data,
-    bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads,
-    mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, sums_ptr, pivot_ptr, delta_ptr,
+    score: Score, rng_ptr, lengths: Lengths, mask: Mask, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """Sums of dS over the diagonals of one band of tiles, for one sequence and query head.
 
     `sums_ptr`: (2, B, heads, M + N - 1), zeros; the last dimension is the distance plus N - 1.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     SIDE: tl.constexpr = cfg.BLOCK_M
-    h = tl.program_id(0) % heads
-    b = tl.program_id(0) // heads
-    _, own_M = query_span(lengths, b)
-    _, own_N = key_span(lengths, b)
-    positions = RowPositions(own_N - own_M, at, b)
+    h = tl.program_id(0) % lengths.heads
+    b = tl.program_id(0) // lengths.heads
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     offset = band_offset(lengths, SIDE)
-    start, stop = rows_of_band(offset, own_M, own_N, positions, mask, cfg)
+    start, stop = rows_of_band(offset, sequence, mask, cfg)
     # (SIDE, SIDE)
     acc = tl.zeros([SIDE, SIDE], tl.float32)
     for m0 in range(start, stop, SIDE):
         found = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
-            drop_key, heads, b, h, m0, m0 + offset, cfg,
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, dropout, b, h, m0,
+            m0 + offset, cfg,
         )  # fmt: skip
         acc += found[0]
     # (SIDE,)
     above, wrapped = diagonal_sums(acc)
     width = lengths.M + lengths.N - 1
     row = (tl.program_id(1) % 2).to(tl.int64) * lengths.B + b
-    sums = sums_ptr + (row * heads + h) * width
-    slots = tl.arange(0, SIDE) + offset - (own_N - own_M) + lengths.N - 1
+    sums = sums_ptr + (row * lengths.heads + h) * width
+    slots = tl.arange(0, SIDE) + offset - (N - M) + lengths.N - 1
     tl.store(sums + slots, above, mask=(slots >= 0) & (slots < width))
     slots -= SIDE
     tl.store(sums + slots, wrapped, mask=(slots >= 0) & (slots < width))
@@ -330,35 +294,25 @@ def _by_column(sums: Tensor, lowest: int, R: int) -> Tensor:
 # rounding, may differ from run to run.
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout"))
+@kernel(*UNSPECIALISED)
 def captured_gradient_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dcaptured_ptr, pivot_ptr, delta_ptr, at,
-    score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left, right,
-    chunk, heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dcaptured_ptr, pivot_ptr, delta_ptr,
+    score: Score, rng_ptr, lengths: Lengths, mask: Mask, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """One band of tiles of scores of one sequence and query head: add to the gradients of the
     captured values, `dcaptured_ptr`, float32.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     values, integers = score.data.captured, score.data.captured_integers
     SIDE: tl.constexpr = cfg.BLOCK_M
     KEPT: tl.constexpr = cfg.CAPTURED_KEPT
-    h = tl.program_id(0) % heads
-    b = tl.program_id(0) // heads
-    _, own_M = query_span(lengths, b)
-    _, own_N = key_span(lengths, b)
-    positions = RowPositions(own_N - own_M, at, b)
+    h = tl.program_id(0) % lengths.heads
+    b = tl.program_id(0) // lengths.heads
+    start_q, M = query_span(lengths, b)
+    start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     offset = band_offset(lengths, SIDE)
-    start, stop = rows_of_band(offset, own_M, own_N, positions, mask, cfg)
+    start, stop = rows_of_band(offset, sequence, mask, cfg)
     # KEPT tiles (SIDE, SIDE)
     kept = ()
     # Triton unrolls this loop, joins tuples with `+` only, and lets a name change its type.
@@ -368,15 +322,14 @@ def captured_gradient_kernel(
         n0 = m0 + offset
         # (SIDE, SIDE)
         ds, qk, visible = score_gradient_tile(
-            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, blocks, first_kept,
-            drop_key, heads, b, h, m0, n0, cfg,
-        )  # fmt: skip
+            q, k, v, dout, pivot_ptr, delta_ptr, lengths, mask, score, dropout, b, h, m0, n0, cfg
+        )
         rows = m0 + tl.arange(0, SIDE)[:, None]
         keys = n0 + tl.arange(0, SIDE)[None, :]
         s = capped_score(qk, score, cfg)
-        sequence, head, i, j = indices_of_scores(b, h, rows, keys, positions, cfg)
+        index, head, i, j = indices_of_scores(rows, keys, sequence, h, cfg)
         kept = cfg.CAPTURED_GRADIENT(
-            s, sequence, head, i, j, ds, visible, values, integers, dcaptured_ptr, kept
+            s, index, head, i, j, ds, visible, values, integers, dcaptured_ptr, kept
         )
     if (KEPT > 0) & (start < stop):
         # The scores of the first row of the band, and to the left of them.
@@ -387,11 +340,9 @@ def captured_gradient_kernel(
             sums = diagonal_sums(kept[n])
             above = above + (sums[0],)  # type: ignore[assignment]  # noqa: RUF005
             wrapped = wrapped + (sums[1],)  # type: ignore[assignment]  # noqa: RUF005
-        sequence, head, i, j = indices_of_scores(
-            b, h, start, start + offset + columns, positions, cfg
-        )
-        cfg.CAPTURED_SUMS(sequence, head, i, j, values, integers, dcaptured_ptr, above)
-        cfg.CAPTURED_SUMS(sequence, head, i, j - SIDE, values, integers, dcaptured_ptr, wrapped)
+        index, head, i, j = indices_of_scores(start, start + offset + columns, sequence, h, cfg)
+        cfg.CAPTURED_SUMS(index, head, i, j, values, integers, dcaptured_ptr, above)
+        cfg.CAPTURED_SUMS(index, head, i, j - SIDE, values, integers, dcaptured_ptr, wrapped)
 
 
 # The row sums that large log-sum-exps have lost.
@@ -406,29 +357,22 @@ def captured_gradient_kernel(
 LARGE = tl.constexpr(LARGE_LSE)
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k"))
+@kernel(*UNSPECIALISED)
 def row_sums_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, pivot_ptr, delta_ptr, sink_ptr,
-    at, score_data, bias, mask_data, B, M, N, total_q, total_k, page_columns, left, right, chunk,
-    heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, pivot_ptr, delta_ptr, sink_ptr, score: Score, lengths: Lengths,
+    mask: Mask, cfg: tl.constexpr,
 ):  # fmt: skip
     """log2 of the row sums of P, after the pivots; 0 where the log-sum-exp is not large."""
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    h = tl.program_id(0) % heads
-    b = tl.program_id(0) // heads
+    h = tl.program_id(0) % lengths.heads
+    b = tl.program_id(0) // lengths.heads
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     m0 = tl.program_id(1) * BLOCK_M
     offs_m = m0 + tl.arange(0, BLOCK_M)
-    stats_row = stats_start(lengths, b, h, heads) + start_q
-    rows = stats_at(pivot_ptr, delta_ptr, stats_row, lengths, heads, cfg)
+    rows = stats_at(pivot_ptr, delta_ptr, sequence, h, cfg)
     # (BLOCK_M, 1)
     pivot = load_stats(rows, offs_m, M, True, 1, cfg).pivot
     size = tl.abs(pivot)
@@ -444,9 +388,8 @@ def row_sums_kernel(
         # (BLOCK_N, BLOCK_D)
         k_tile = load_rows(k, k_base, n0, N, True, cfg.D, BLOCK_N, cfg.BLOCK_D, cfg.ALIGNMENT)
         found = probability_tile(
-            q_tile, k_tile, pivot_ptr, delta_ptr, lengths, mask, score, blocks, heads, b, h, m0, n0,
-            cfg,
-        )  # fmt: skip
+            q_tile, k_tile, pivot_ptr, delta_ptr, sequence, mask, score, h, m0, n0, cfg
+        )
         row_sum += tl.sum(found[0], 1)
     # (BLOCK_M, 1)
     row_sum = row_sum[:, None]
@@ -460,65 +403,54 @@ def row_sums_kernel(
 # The softmax probabilities, quadratic in memory: for inspection, not for training.
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k"))
+@kernel(*UNSPECIALISED)
 def probabilities_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, probs_ptr, lse_ptr, at,
-    score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k, page_columns, left,
-    right, chunk, heads, mask_rows, mask_columns, first_kept, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, probs_ptr, lse_ptr, score: Score, rng_ptr, lengths: Lengths,
+    mask: Mask, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """P = exp(S - lse) of one tile, negative where dropped; elements that are not visible are not
     written.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
-    blocks = Blocks(mask_data, mask_rows, mask_columns, heads)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     n0 = tl.program_id(2) * BLOCK_N
     m0 = tl.program_id(1) * BLOCK_M
-    h = tl.program_id(0) % heads
-    b = tl.program_id(0) // heads
+    h = tl.program_id(0) % lengths.heads
+    b = tl.program_id(0) // lengths.heads
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     offs_m = m0 + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     keys = n0 + tl.arange(0, BLOCK_N)[None, :]
-    positions = RowPositions(N - M, at, b)
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
-    intervals = load_intervals(mask.data, b, h, start_q, rows, rows < M, N, cfg)
+    intervals = load_intervals(mask.data, sequence, h, rows, rows < M, cfg)
     visible = in_spans(keys, visible, intervals, cfg)
     if cfg.MASK_TILE_M > 0:
-        visible = in_block_mask(rows, keys, visible, b, h, blocks, cfg)
+        visible = in_block_mask(rows, keys, visible, sequence, h, mask, cfg)
     # (BLOCK_M, BLOCK_D), (BLOCK_N, BLOCK_D)
-    q_tile = load_rows(
-        q, rows_base(q, b, start_q, h), m0, M, True, cfg.D, BLOCK_M, cfg.BLOCK_D, cfg.ALIGNMENT
-    )
+    q_tile = load_query_tile(q, sequence, h, m0, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
     if cfg.PAGE_SIZE > 0:
         k_source = k.ptr + kv_head.to(tl.int64) * k.head
     else:
         k_source = rows_base(k, key_row_of_batch(lengths, b), start_k, kv_head)
     pages = page_list(lengths, b)
-    k_tile = load_keys(
-        k_source, k, pages, start_k, n0, N, lengths, cfg, True, cfg.D, BLOCK_N, cfg.BLOCK_D
-    )
+    k_tile = load_keys(k_source, k, pages, n0, sequence, cfg, True, cfg.D, cfg.BLOCK_D)
     # (BLOCK_M, BLOCK_N)
     qk = product(operand(q_tile, cfg), operand(k_tile, cfg), cfg)
     corners = Corners(m0, m0 + BLOCK_M - 1, n0, n0 + BLOCK_N - 1)
-    s = scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg)
-    stats_row = stats_start(lengths, b, h, heads) + start_q
+    s = scores_of(qk, rows, keys, M, corners, sequence, h, score, cfg)
+    stats_row = stats_start(sequence, h)
     # (BLOCK_M,)
     lse = tl.load(lse_ptr + stats_row + offs_m, mask=offs_m < M, other=-float("inf"))
     pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
     # (BLOCK_M, BLOCK_N)
     p = exponentials(s, pivot[:, None], exponent_factor(score, cfg), cfg)
     if cfg.HAS_DROPOUT:
-        drop_key = dropout_key(rng_ptr)
-        p = tl.where(kept(drop_key, first_kept, b, h, rows, n0, positions, cfg), p, -p)
-    row = (b * heads + h).to(tl.int64) * lengths.M + rows
+        dropout = Dropout(dropout_key(rng_ptr), first_kept)
+        p = tl.where(kept(dropout, rows, n0, sequence, h, cfg), p, -p)
+    row = (b * lengths.heads + h).to(tl.int64) * lengths.M + rows
     offs = row * lengths.N + keys
     tl.store(probs_ptr + offs, p.to(probs_ptr.dtype.element_ty), mask=visible)

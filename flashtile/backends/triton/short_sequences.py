@@ -20,9 +20,10 @@ import triton.language as tl
 
 from ...gpu.dropout import dropout_key
 from ...gpu.intrinsics import reciprocal, rows_base
+from ...gpu.kernel import kernel
 from ...gpu.rows import HeadRows
 from ...gpu.score_source import Corners
-from .arguments import Lengths, Mask, RowPositions, RowStats, Score, unspecialised
+from .arguments import UNSPECIALISED, Dropout, Lengths, Mask, RowStats, Score, Sequence
 from .backward_pass import drop, recompute_p
 from .forward_pass import first_sums, store_lse
 from .tiles import (
@@ -33,6 +34,8 @@ from .tiles import (
     kept,
     key_span,
     load_columns,
+    load_key_tile,
+    load_query_tile,
     load_rows,
     pivot_of_lse,
     product_gradient,
@@ -41,61 +44,45 @@ from .tiles import (
     scores_of,
     stats_count,
     stats_start,
+    store_key_tile,
     store_rows,
     visible_keys,
     without_hidden,
 )
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "out"))
+@kernel(*UNSPECIALISED)
 def short_forward_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    out_ptr, out_batch, out_row, out_head, lse_ptr, sink_ptr, at, score_data, bias, mask_data,
-    rng_ptr, B, M, N, total_q, total_k, page_columns, left, right, chunk, heads, mask_rows,
-    mask_columns, first_kept, cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, out: HeadRows, lse_ptr, sink_ptr, score: Score, rng_ptr,
+    lengths: Lengths, mask: Mask, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of all queries of one head."""
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    out = HeadRows(out_ptr, out_batch, out_row, out_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
-    BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    h = tl.program_id(0) % heads
-    b = tl.program_id(0) // heads
+    h = tl.program_id(0) % lengths.heads
+    b = tl.program_id(0) // lengths.heads
     kv_head = h // cfg.GROUP
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    written = M if at.cu_seqlens_q is not None else lengths.M
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
+    written = M if lengths.at.cu_seqlens_q is not None else lengths.M
     first = b * 0
     rows = tl.arange(0, BLOCK_M)[:, None]
     keys = tl.arange(0, BLOCK_N)[None, :]
     corners = Corners(first, first + BLOCK_M - 1, first, first + BLOCK_N - 1)
     # (BLOCK_M, BLOCK_D)
-    q_tile = load_rows(
-        q, rows_base(q, b, start_q, h), first, M, True, cfg.D, BLOCK_M, BLOCK_D, cfg.ALIGNMENT
-    )
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
+    q_tile = load_query_tile(q, sequence, h, first, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
     if cfg.HAS_HIDDEN_KEYS:  # padding sees nothing, so that no key counts as seen
         stop = tl.where(rows < M, stop, start)
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
-    k_tile = load_rows(
-        k, rows_base(k, b, start_k, kv_head), first, N, True, cfg.D, BLOCK_N, BLOCK_D, cfg.ALIGNMENT
-    )
-    v_tile = load_rows(
-        v, rows_base(v, b, start_k, kv_head), first, N, True, cfg.DV, BLOCK_N, BLOCK_DV,
-        cfg.ALIGNMENT,
-    )  # fmt: skip
+    k_tile = load_key_tile(k, sequence, kv_head, first, cfg.D, cfg.BLOCK_D, cfg.ALIGNMENT, cfg)
+    v_tile = load_key_tile(v, sequence, kv_head, first, cfg.DV, cfg.BLOCK_DV, cfg.ALIGNMENT, cfg)
     # (BLOCK_M, BLOCK_N)
     qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    s = scores_of(qk, rows, keys, lengths.M, corners, positions, b, h, score, cfg)
+    s = scores_of(qk, rows, keys, lengths.M, corners, sequence, h, score, cfg)
     s = tl.where(between(keys, start, stop, cfg), s, -float("inf"))
     factor = exponent_factor(score, cfg)
     sink_max, sink_sum = first_sums(sink_ptr, h, 0, cfg)
@@ -105,7 +92,7 @@ def short_forward_kernel(
     p = exponentials(s, pivot[:, None], factor, cfg)
     row_sum = sink_sum * rescaling(sink_max, pivot, cfg) + tl.sum(p, 1)
     if cfg.HAS_DROPOUT:  # after the row sum: dropout does not change the normalisation
-        p = tl.where(kept(drop_key, first_kept, b, h, rows, first, positions, cfg), p, 0.0)
+        p = tl.where(kept(dropout, rows, first, sequence, h, cfg), p, 0.0)
     if cfg.HAS_HIDDEN_KEYS:
         v_tile = without_hidden(v_tile, p)
     # (BLOCK_M, BLOCK_N) @ (BLOCK_N, BLOCK_DV) -> (BLOCK_M, BLOCK_DV)
@@ -115,7 +102,7 @@ def short_forward_kernel(
     row_sum = row_sum[:, None]
     seen = (row_sum != 0.0) & (rows < M)  # NaN was seen
     safe_sum = tl.where(seen, row_sum, 1.0)
-    store_lse(lse_ptr, row_max, safe_sum, seen, start_q, rows, written, b, h, heads, lengths, cfg)
+    store_lse(lse_ptr, row_max, safe_sum, seen, rows, written, sequence, h, cfg)
     acc = tl.where(seen, acc * (score.data.drop_scale / safe_sum), 0.0)
     store_rows(
         out, rows_base(out, b, start_q, h), first, written, acc, cfg.DV, BLOCK_M, BLOCK_DV,
@@ -137,14 +124,11 @@ def normalised(p, pivot, sink_ptr, h, score, cfg: tl.constexpr):
     return p * reciprocal(row_sum), tl.sum(tl.math.log2(row_sum), 1)
 
 
-@triton.jit(do_not_specialize=unspecialised("q", "k", "v", "dout", "dq", "dk", "dv"))
+@kernel(*UNSPECIALISED)
 def short_backward_kernel(
-    q_ptr, q_batch, q_row, q_head, k_ptr, k_batch, k_row, k_head, v_ptr, v_batch, v_row, v_head,
-    dout_ptr, dout_batch, dout_row, dout_head, dq_ptr, dq_batch, dq_row, dq_head, dk_ptr, dk_batch,
-    dk_row, dk_head, dv_ptr, dv_batch, dv_row, dv_head, ds_ptr, lse_ptr, dlse_ptr, pivot_ptr,
-    delta_ptr, sink_ptr, at, score_data, bias, mask_data, rng_ptr, B, M, N, total_q, total_k,
-    page_columns, left, right, chunk, heads, mask_rows, mask_columns, first_kept,
-    cfg: tl.constexpr,
+    q: HeadRows, k: HeadRows, v: HeadRows, dout: HeadRows, dq: HeadRows, dk: HeadRows, dv: HeadRows,
+    ds_ptr, lse_ptr, dlse_ptr, pivot_ptr, delta_ptr, sink_ptr, score: Score, rng_ptr,
+    lengths: Lengths, mask: Mask, first_kept, cfg: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one key head and the query heads of its group.
 
@@ -153,26 +137,16 @@ def short_backward_kernel(
         pivot_ptr, delta_ptr: as `backward_pass.delta_kernel` and `row_sums_kernel` write them, for
             the kernels of other gradients; or None.
     """
-    q = HeadRows(q_ptr, q_batch, q_row, q_head)
-    k = HeadRows(k_ptr, k_batch, k_row, k_head)
-    v = HeadRows(v_ptr, v_batch, v_row, v_head)
-    dout = HeadRows(dout_ptr, dout_batch, dout_row, dout_head)
-    dq = HeadRows(dq_ptr, dq_batch, dq_row, dq_head)
-    dk = HeadRows(dk_ptr, dk_batch, dk_row, dk_head)
-    dv = HeadRows(dv_ptr, dv_batch, dv_row, dv_head)
-    lengths = Lengths(B, M, N, total_q, total_k, page_columns, at)
-    mask = Mask(left, right, chunk, mask_data)
-    score = Score(score_data, bias)
     BLOCK_M: tl.constexpr = cfg.BLOCK_M
     BLOCK_N: tl.constexpr = cfg.BLOCK_N
     BLOCK_D: tl.constexpr = cfg.BLOCK_D
     BLOCK_DV: tl.constexpr = cfg.BLOCK_DV
-    kv_heads = heads // cfg.GROUP
+    kv_heads = lengths.heads // cfg.GROUP
     kv_head = tl.program_id(0) % kv_heads
     b = tl.program_id(0) // kv_heads
     start_q, M = query_span(lengths, b)
     start_k, N = key_span(lengths, b)
-    positions = RowPositions(N - M, at, b)
+    sequence = Sequence(b, start_q, M, start_k, N, lengths)
     first = b * 0
     # Queries of a sequence without keys, and keys of one without queries, may hold anything.
     queries = tl.where(N > 0, M, 0)
@@ -181,9 +155,9 @@ def short_backward_kernel(
     rows = offs_m[:, None]
     keys = tl.arange(0, BLOCK_N)[None, :]
     corners = Corners(first, first + BLOCK_M - 1, first, first + BLOCK_N - 1)
-    start, stop = visible_keys(rows, N, positions, mask, cfg)
+    start, stop = visible_keys(rows, sequence, mask, cfg)
     visible = (rows < M) & between(keys, start, stop, cfg)
-    drop_key = dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0
+    dropout = Dropout(dropout_key(rng_ptr) if cfg.HAS_DROPOUT else 0, first_kept)
     # (BLOCK_N, BLOCK_D), (BLOCK_N, BLOCK_DV)
     k_tile = load_rows(
         k, rows_base(k, b, start_k, kv_head), first, loaded_keys, True, cfg.D, BLOCK_N, BLOCK_D,
@@ -203,7 +177,7 @@ def short_backward_kernel(
             q, rows_base(q, b, start_q, h), first, queries, True, cfg.D, BLOCK_M, BLOCK_D,
             cfg.ALIGNMENT,
         )  # fmt: skip
-        stats = stats_start(lengths, b, h, heads) + start_q + offs_m
+        stats = stats_start(sequence, h) + offs_m
         # (BLOCK_M,)
         lse = tl.load(lse_ptr + stats, mask=offs_m < M, other=-float("inf"))
         pivot = pivot_of_lse(lse, cfg.HAS_LARGE_SCORES)
@@ -211,7 +185,7 @@ def short_backward_kernel(
         # (BLOCK_M, BLOCK_N)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         p = recompute_p(
-            qk, RowStats(pivot[:, None], zero, zero), rows, keys, visible, corners, positions, b, h,
+            qk, RowStats(pivot[:, None], zero, zero), rows, keys, visible, corners, sequence, h,
             score, M, True, cfg,
         )  # fmt: skip
         if cfg.HAS_LARGE_SCORES:
@@ -228,7 +202,7 @@ def short_backward_kernel(
             seen_k, seen_v = without_hidden(k_tile, p), without_hidden(v_tile, p)
         keep = visible
         if cfg.HAS_DROPOUT:
-            keep = kept(drop_key, first_kept, b, h, rows, first, positions, cfg)
+            keep = kept(dropout, rows, first, sequence, h, cfg)
         p_kept = drop(p, keep, score.data.drop_scale, cfg).to(do_tile.dtype)
         # (BLOCK_N, BLOCK_M) @ (BLOCK_M, BLOCK_DV) -> (BLOCK_N, BLOCK_DV)
         dv_acc = tl.dot(tl.trans(p_kept), do_tile, dv_acc, input_precision="ieee")
@@ -241,7 +215,7 @@ def short_backward_kernel(
             delta -= tl.load(dlse_ptr + stats, mask=has_lse, other=0.0)
         ds = p * (dp - delta[:, None])
         if ds_ptr is not None:
-            scores = ds_ptr + (b * heads + h).to(tl.int64) * lengths.M * lengths.N
+            scores = ds_ptr + (b * lengths.heads + h).to(tl.int64) * lengths.M * lengths.N
             inside = (rows < lengths.M) & (keys < lengths.N)
             ds_rows = scores + rows * lengths.N + keys
             tl.store(ds_rows, ds.to(ds_ptr.dtype.element_ty), mask=inside)
@@ -249,9 +223,9 @@ def short_backward_kernel(
             tl.store(pivot_ptr + stats, pivot, mask=offs_m < M)
             tl.store(delta_ptr + stats, delta, mask=offs_m < M)
             if cfg.HAS_LARGE_SCORES:
-                log_sums = stats + stats_count(lengths, heads)
+                log_sums = stats + stats_count(lengths)
                 tl.store(pivot_ptr + log_sums, log_sum, mask=offs_m < M)
-        ds = product_gradient(ds, qk, p, rows, keys, corners, b, h, positions, score, True, cfg)
+        ds = product_gradient(ds, qk, p, rows, keys, corners, sequence, h, score, True, cfg)
         if cfg.HAS_HIDDEN_KEYS:
             ds = tl.where(p != 0.0, ds, 0.0)
         ds = ds.to(q_tile.dtype)
@@ -263,11 +237,5 @@ def short_backward_kernel(
             dq, rows_base(dq, b, start_q, h), first, M, dq_tile, cfg.D, BLOCK_M, BLOCK_D,
             cfg.OUT_ALIGNMENT,
         )  # fmt: skip
-    store_rows(
-        dk, rows_base(dk, b, start_k, kv_head), first, N, dk_acc * score.data.scale, cfg.D, BLOCK_N,
-        BLOCK_D, cfg.OUT_ALIGNMENT,
-    )  # fmt: skip
-    store_rows(
-        dv, rows_base(dv, b, start_k, kv_head), first, N, dv_acc, cfg.DV, BLOCK_N, BLOCK_DV,
-        cfg.OUT_ALIGNMENT,
-    )  # fmt: skip
+    store_key_tile(dk, sequence, kv_head, first, dk_acc * score.data.scale, cfg.D, cfg.BLOCK_D, cfg)
+    store_key_tile(dv, sequence, kv_head, first, dv_acc, cfg.DV, cfg.BLOCK_DV, cfg)

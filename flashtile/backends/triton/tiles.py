@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.dropout import BLOCK_KEYS, LOWER_BITS, philox_block
-from ...gpu.intrinsics import IS_INTERPRETED, LN2, LOG2E, load_each, tanh
+from ...gpu.intrinsics import IS_INTERPRETED, LN2, LOG2E, load_each, rows_base, tanh
 from ...gpu.score_source import Corners
 
 # The rows of a sequence
@@ -83,23 +83,39 @@ def head_swizzle(pid, blocks, heads, SWIZZLE: tl.constexpr):
 
 
 @triton.jit
-def stats_start(lengths, b, h, heads):
-    """Offset of the rows of (b, h) in a log-sum-exp, (B, Hq, M) or, packed, (Hq, total_q)."""
-    if lengths.at.cu_seqlens_q is None:
-        start = (b * heads + h).to(tl.int64) * lengths.M
-    else:
-        start = h.to(tl.int64) * lengths.total_q
-    return start
+def tile_of_queries(lengths, cfg: tl.constexpr, HEADS: tl.constexpr = 1):
+    """(tile, tiles of a head, sequence, head) of a program. HEADS query heads share its tile, and
+    count as one.
+    """
+    heads = lengths.heads // HEADS
+    tiles = tl.cdiv(lengths.M * HEADS, cfg.BLOCK_M)
+    tile, bh = head_swizzle(tl.program_id(0), tiles, lengths.B * heads, cfg.HEAD_SWIZZLE)
+    if cfg.HAS_RIGHT or cfg.SPANS > 0:
+        tile = tiles - 1 - tile  # LPT order: the longest KV loops first
+    return tile, tiles, bh // heads, bh % heads
 
 
 @triton.jit
-def stats_count(lengths, heads):
+def stats_start(sequence, h):
+    """Offset of the rows of a sequence and head in a log-sum-exp, (B, Hq, M) or, packed,
+    (Hq, total_q).
+    """
+    lengths = sequence.lengths
+    if lengths.at.cu_seqlens_q is None:
+        start = (sequence.b * lengths.heads + h).to(tl.int64) * lengths.M
+    else:
+        start = h.to(tl.int64) * lengths.total_q
+    return start + sequence.start_q
+
+
+@triton.jit
+def stats_count(lengths):
     """Number of elements of a log-sum-exp, the rows of all heads; 64-bit."""
     if lengths.at.cu_seqlens_q is None:
         rows = tl.cast(lengths.B, tl.int64) * lengths.M
     else:
         rows = tl.cast(lengths.total_q, tl.int64)
-    return rows * heads
+    return rows * lengths.heads
 
 
 # Which keys a row sees
@@ -113,19 +129,19 @@ def floor_to(x, size):
 
 
 @triton.jit
-def visible_keys(rows, N, positions, mask, cfg: tl.constexpr):
+def visible_keys(rows, sequence, mask, cfg: tl.constexpr):
     """Keys [start, stop) that the queries `rows` see: `masks.Visibility.key_range`."""
-    p = query_positions(rows, positions, cfg)
+    p = query_positions(rows, sequence, cfg)
     start = p * 0
-    stop = start + N
+    stop = start + sequence.N
     if cfg.HAS_LEFT:
-        start = tl.maximum(start, keys_before(p - mask.left, positions, N, cfg))
+        start = tl.maximum(start, keys_before(p - mask.left, sequence, cfg))
     if cfg.HAS_RIGHT:
-        stop = tl.minimum(stop, keys_before(p + mask.right + 1, positions, N, cfg))
+        stop = tl.minimum(stop, keys_before(p + mask.right + 1, sequence, cfg))
     if cfg.HAS_CHUNK:
         chunk = floor_to(p, mask.chunk)
-        start = tl.maximum(start, keys_before(chunk, positions, N, cfg))
-        stop = tl.minimum(stop, keys_before(chunk + mask.chunk, positions, N, cfg))
+        start = tl.maximum(start, keys_before(chunk, sequence, cfg))
+        stop = tl.minimum(stop, keys_before(chunk + mask.chunk, sequence, cfg))
     return start, stop
 
 
@@ -139,19 +155,19 @@ def between(keys, start, stop, cfg: tl.constexpr):
 
 
 @triton.jit
-def seeing_rows(key, M, positions, mask, cfg: tl.constexpr):
+def seeing_rows(key, sequence, mask, cfg: tl.constexpr):
     """Rows [start, stop) that see `key`: the inverse of `visible_keys`."""
-    j = key_positions(key, positions, cfg)
+    j = key_positions(key, sequence, cfg)
     start = j * 0
-    stop = start + M
+    stop = start + sequence.M
     if cfg.HAS_RIGHT:
-        start = tl.maximum(start, queries_before(j - mask.right, positions, M, cfg))
+        start = tl.maximum(start, queries_before(j - mask.right, sequence, cfg))
     if cfg.HAS_LEFT:
-        stop = tl.minimum(stop, queries_before(j + mask.left + 1, positions, M, cfg))
+        stop = tl.minimum(stop, queries_before(j + mask.left + 1, sequence, cfg))
     if cfg.HAS_CHUNK:
         chunk = floor_to(j, mask.chunk)
-        start = tl.maximum(start, queries_before(chunk, positions, M, cfg))
-        stop = tl.minimum(stop, queries_before(chunk + mask.chunk, positions, M, cfg))
+        start = tl.maximum(start, queries_before(chunk, sequence, cfg))
+        stop = tl.minimum(stop, queries_before(chunk + mask.chunk, sequence, cfg))
     return start, stop
 
 
@@ -178,36 +194,37 @@ def masked_tile(i, begin, full_begin, full_end):
 
 
 @triton.jit
-def block_mask_start(blocks, b, h):
+def block_mask_start(mask, lengths, b, h):
     """Offset of the tiles of (b, h) in `kinds`."""
-    heads = 1 + blocks.data.has_heads * (blocks.heads - 1)
-    return (b * blocks.data.has_batch * heads + h * blocks.data.has_heads).to(tl.int64) * (
-        blocks.rows * blocks.columns
+    heads = 1 + mask.data.has_heads * (lengths.heads - 1)
+    return (b * mask.data.has_batch * heads + h * mask.data.has_heads).to(tl.int64) * (
+        mask.rows * mask.columns
     )
 
 
 @triton.jit
-def in_block_mask(rows, keys, visible, b, h, blocks, cfg: tl.constexpr):
+def in_block_mask(rows, keys, visible, sequence, h, mask, cfg: tl.constexpr):
     """`visible` and the block mask, which is looked up element by element."""
     tile_row = rows // cfg.MASK_TILE_M
     tile_column = keys // cfg.MASK_TILE_N
-    visible = visible & (tile_row < blocks.rows) & (tile_column < blocks.columns)
-    offs = block_mask_start(blocks, b, h)
-    offs += tile_row * blocks.columns + tile_column
+    visible = visible & (tile_row < mask.rows) & (tile_column < mask.columns)
+    offs = block_mask_start(mask, sequence.lengths, sequence.b, h)
+    offs += tile_row * mask.columns + tile_column
     # The shape of `visible`, as all that follows.
-    kind = tl.load(blocks.data.kinds + offs, mask=visible, other=0)
-    index = tl.load(blocks.data.partial_index + offs, mask=visible & (kind == 2), other=0)
+    kind = tl.load(mask.data.kinds + offs, mask=visible, other=0)
+    index = tl.load(mask.data.partial_index + offs, mask=visible & (kind == 2), other=0)
     inside = rows % cfg.MASK_TILE_M * cfg.MASK_TILE_N + keys % cfg.MASK_TILE_N
     element = index.to(tl.int64) * (cfg.MASK_TILE_M * cfg.MASK_TILE_N) + inside
-    seen = tl.load(blocks.data.partial_tiles + element, mask=visible & (kind == 2), other=0) != 0
+    seen = tl.load(mask.data.partial_tiles + element, mask=visible & (kind == 2), other=0) != 0
     return visible & (seen | (kind == 1))
 
 
 @triton.jit
-def list_row(lists, b, h, heads, tile, tiles, capacity):
+def list_row(lists, sequence, h, tile, tiles, capacity):
     """Pointers to the counts and list of tiles that `tile`, of the `tiles` of (b, h), visits."""
-    list_heads = 1 + lists.has_heads * (heads - 1)
-    row = (b * lists.has_batch * list_heads + h * lists.has_heads).to(tl.int64) * tiles + tile
+    list_heads = 1 + lists.has_heads * (sequence.lengths.heads - 1)
+    row = sequence.b * lists.has_batch * list_heads + h * lists.has_heads
+    row = row.to(tl.int64) * tiles + tile
     return lists.counts + 2 * row, lists.tiles + row * capacity
 
 
@@ -232,16 +249,15 @@ def capped_score(qk, score, cfg: tl.constexpr):
 
 @triton.jit
 def product_gradient(
-    ds, qk, p, rows, keys, corners, b, h, positions, score, IS_MASKED: tl.constexpr,
-    cfg: tl.constexpr,
-):  # fmt: skip
+    ds, qk, p, rows, keys, corners, sequence, h, score, IS_MASKED: tl.constexpr, cfg: tl.constexpr
+):
     """The gradient of the scaled products, from that of the scores, `ds`, whose weights are `p`."""
     if cfg.SCORE_MOD is not None:
         s = capped_score(qk, score, cfg)
         values, integers = score.data.captured, score.data.captured_integers
-        sequence, head, i, j = indices_of_scores(b, h, rows, keys, positions, cfg)
-        indices = corners_of_scores(b, h, corners, positions, cfg)
-        ds = cfg.SCORE_GRADIENT(s, sequence, head, i, j, indices, ds, values, integers)
+        b, head, i, j = indices_of_scores(rows, keys, sequence, h, cfg)
+        indices = corners_of_scores(corners, sequence, h, cfg)
+        ds = cfg.SCORE_GRADIENT(s, b, head, i, j, indices, ds, values, integers)
         if IS_MASKED:
             ds = tl.where(p != 0.0, ds, 0.0)  # where nothing is seen, the derivative may be NaN
     if cfg.HAS_SOFTCAP:
@@ -250,7 +266,7 @@ def product_gradient(
 
 
 @triton.jit
-def add_relative_bias(s, data, h, rows, keys, corners, positions, cfg: tl.constexpr):
+def add_relative_bias(s, data, rows, keys, corners, sequence, h, cfg: tl.constexpr):
     """Scores plus a relative bias.
 
     Most tiles of a long sequence are farther from the diagonal than a short table reaches. All
@@ -259,13 +275,13 @@ def add_relative_bias(s, data, h, rows, keys, corners, positions, cfg: tl.conste
     """
     R = data.table_reach
     middle = data.table_ptr + h * (2 * R + 1) + R
-    first_i = query_positions(corners.first_row, positions, cfg)
-    last_i = query_positions(corners.last_row, positions, cfg)
-    first_j = key_positions(corners.first_key, positions, cfg)
-    last_j = key_positions(corners.last_key, positions, cfg)
+    first_i = query_positions(corners.first_row, sequence, cfg)
+    last_i = query_positions(corners.last_row, sequence, cfg)
+    first_j = key_positions(corners.first_key, sequence, cfg)
+    last_j = key_positions(corners.last_key, sequence, cfg)
     nearest, farthest = first_j - last_i, last_j - first_i
     # (BLOCK_M, 1), (1, BLOCK_N); transposed in tiles of dK and dV
-    i, j = query_positions(rows, positions, cfg), key_positions(keys, positions, cfg)
+    i, j = query_positions(rows, sequence, cfg), key_positions(keys, sequence, cfg)
     if (nearest >= R) | (farthest <= -R):
         bias = tl.load(middle + tl.where(nearest >= R, R, -R)).to(tl.float32)
         bias = tl.broadcast_to(bias, s.shape)
@@ -277,7 +293,7 @@ def add_relative_bias(s, data, h, rows, keys, corners, positions, cfg: tl.conste
 
 
 @triton.jit
-def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.constexpr):
+def scores_of(qk, rows, keys, M, corners, sequence, h, score, cfg: tl.constexpr):
     """Scores from q k^T: scale, softcap, score function, ALiBi, biases. Times `exponent_factor`,
     they are exponents of 2.
 
@@ -291,17 +307,18 @@ def scores_of(qk, rows, keys, M, corners, positions, b, h, score, cfg: tl.conste
         s = capped_score(qk, score, cfg)
         if cfg.SCORE_MOD is not None:
             values, integers = score.data.captured, score.data.captured_integers
-            sequence, head, i, j = indices_of_scores(b, h, rows, keys, positions, cfg)
-            indices = corners_of_scores(b, h, corners, positions, cfg)
-            s = cfg.SCORE_MOD(s, sequence, head, i, j, indices, values, integers)
+            b, head, i, j = indices_of_scores(rows, keys, sequence, h, cfg)
+            indices = corners_of_scores(corners, sequence, h, cfg)
+            s = cfg.SCORE_MOD(s, b, head, i, j, indices, values, integers)
         if score.data.alibi_ptr is not None:
-            slope = tl.load(score.data.alibi_ptr + b * score.data.alibi_batch + h).to(tl.float32)
-            distance = query_positions(rows, positions, cfg) - key_positions(keys, positions, cfg)
+            slope = score.data.alibi_ptr + sequence.b * score.data.alibi_batch + h
+            slope = tl.load(slope).to(tl.float32)
+            distance = query_positions(rows, sequence, cfg) - key_positions(keys, sequence, cfg)
             s -= slope * tl.abs(distance).to(tl.float32)
         if score.data.table_ptr is not None:
-            s = add_relative_bias(s, score.data, h, rows, keys, corners, positions, cfg)
+            s = add_relative_bias(s, score.data, rows, keys, corners, sequence, h, cfg)
         if score.bias.ptr is not None:
-            bias = load_bias(score.bias, b, h, rows, keys, M).to(tl.float32)
+            bias = load_bias(score.bias, sequence.b, h, rows, keys, M).to(tl.float32)
             s += bias
             if cfg.HAS_HIDDEN_KEYS:  # the product may be NaN
                 s = tl.where(bias == -float("inf"), bias, s)
@@ -387,21 +404,21 @@ def split_columns(tile, COUNT: tl.constexpr):
 
 
 @triton.jit
-def kept(key, first_kept, b, h, rows, n0, positions, cfg: tl.constexpr):
+def kept(dropout, rows, n0, sequence, h, cfg: tl.constexpr):
     """Which scores of a tile dropout keeps, bool (BLOCK_M, BLOCK_N).
 
-    `b` and `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of BLOCK_N.
+    `rows` are (BLOCK_M, 1), `h` is a scalar or (BLOCK_M, 1); `n0` is a multiple of BLOCK_N.
     """
-    b, h, queries = indices_of_queries(b, h, rows, positions, cfg)
-    numbers = random_bytes(key, b, h, queries, n0, positions, 0, cfg)
+    b, h, queries = indices_of_queries(rows, sequence, h, cfg)
+    numbers = random_bytes(dropout.key, b, h, queries, n0, sequence, 0, cfg)
     if cfg.DROPOUT_BITS == 16:
-        lower = random_bytes(key, b, h, queries, n0, positions, LOWER_BITS, cfg)
+        lower = random_bytes(dropout.key, b, h, queries, n0, sequence, LOWER_BITS, cfg)
         numbers = numbers << 8 | lower
-    return numbers >= first_kept
+    return numbers >= dropout.first_kept
 
 
 @triton.jit
-def random_bytes(key, b, h, queries, n0, positions, ADDED: tl.constexpr, cfg: tl.constexpr):
+def random_bytes(key, b, h, queries, n0, sequence, ADDED: tl.constexpr, cfg: tl.constexpr):
     """The random byte of each score, int32 (BLOCK_M, BLOCK_N); the counters of the Philox blocks
     have ADDED.
     """
@@ -410,14 +427,14 @@ def random_bytes(key, b, h, queries, n0, positions, ADDED: tl.constexpr, cfg: tl
     BLOCKS: tl.constexpr = (BLOCK_N + 63) // 64
     WORDS: tl.constexpr = BLOCK_N // (16 * BLOCKS)  # of a Philox block for keys of the tile
     if cfg.HAS_LONE_KEYS:  # which may stand anywhere: a Philox block for each score
-        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], positions, cfg)
+        keys = key_positions(n0 + tl.arange(0, BLOCK_N)[None, :], sequence, cfg)
         groups = keys // BLOCK_KEYS * 4 + keys % 8 // 2 + ADDED
         words = word_of(keys, philox_block(key, b, h, queries, groups))
         number = byte_of(words, keys // 8 % 2 * 2 + keys % 2)
     else:
         # (1, 4 BLOCKS)
         group = tl.arange(0, 4 * BLOCKS)[None, :]
-        block = key_positions((n0 // BLOCK_KEYS + group // 4) * BLOCK_KEYS, positions, cfg)
+        block = key_positions((n0 // BLOCK_KEYS + group // 4) * BLOCK_KEYS, sequence, cfg)
         groups = block // BLOCK_KEYS * 4 + group % 4 + ADDED
         # four of (BLOCK_M, 4 BLOCKS)
         words = philox_block(key, b, h, queries, groups)
@@ -529,8 +546,7 @@ def tile_source(
 @triton.jit
 def load_tile(
     source, x, n0, count, cfg: tl.constexpr, IS_MASKED: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """`load_rows` from a `tile_source`."""
     # (BLOCK, BLOCK_DIM)
@@ -569,6 +585,36 @@ def store_rows(
     tl.store(pointers, tile.to(x.ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_query_tile(
+    x, sequence, h, m0, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """The rows of the queries [m0, m0 + BLOCK_M) of a sequence and head, (BLOCK_M, BLOCK_DIM)."""
+    base = rows_base(x, sequence.b, sequence.start_q, h)
+    return load_rows(x, base, m0, sequence.M, True, DIM, cfg.BLOCK_M, BLOCK_DIM, ALIGNMENT)
+
+
+@triton.jit
+def load_key_tile(
+    x, sequence, kv_head, n0, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    cfg: tl.constexpr,
+):  # fmt: skip
+    """The rows of the keys [n0, n0 + BLOCK_N) of a sequence and head, (BLOCK_N, BLOCK_DIM)."""
+    base = rows_base(x, sequence.b, sequence.start_k, kv_head)
+    return load_rows(x, base, n0, sequence.N, True, DIM, cfg.BLOCK_N, BLOCK_DIM, ALIGNMENT)
+
+
+@triton.jit
+def store_key_tile(
+    x, sequence, kv_head, n0, tile, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, cfg: tl.constexpr
+):
+    """Write `tile` to the rows that `load_key_tile` reads; a gradient of keys or values."""
+    base = rows_base(x, sequence.b, sequence.start_k, kv_head)
+    N = sequence.N
+    store_rows(x, base, n0, N, tile, DIM, cfg.BLOCK_N, BLOCK_DIM, cfg.OUT_ALIGNMENT)
+
+
 # Where queries and keys stand in their sequence, when the tensors hold only parts of it.
 #
 # The positions of `flashtile.masks` on the GPU: a few runs describe the positions of a sequence's
@@ -578,77 +624,78 @@ def store_rows(
 
 
 @triton.jit
-def query_positions(rows, positions, cfg: tl.constexpr):
+def query_positions(rows, sequence, cfg: tl.constexpr):
     """The positions of the queries `rows`, of any shape."""
     if cfg.RUNS > 0:
-        p = positions_of(rows, runs_of(positions.at.q_runs, positions.b, cfg), cfg)
+        p = positions_of(rows, runs_of(sequence.lengths.at.q_runs, sequence.b, cfg), cfg)
     else:
-        p = rows + positions.shift
+        p = rows + (sequence.N - sequence.M)
     return p
 
 
 @triton.jit
-def key_positions(keys, positions, cfg: tl.constexpr):
+def key_positions(keys, sequence, cfg: tl.constexpr):
     """The positions of `keys`, of any shape."""
     if cfg.RUNS > 0:
-        j = positions_of(keys, runs_of(positions.at.k_runs, positions.b, cfg), cfg)
+        j = positions_of(keys, runs_of(sequence.lengths.at.k_runs, sequence.b, cfg), cfg)
     else:
         j = keys
     return j
 
 
 @triton.jit
-def queries_before(p, positions, M, cfg: tl.constexpr):
+def queries_before(p, sequence, cfg: tl.constexpr):
     """The first query row at position `p` or later. May be outside of [0, M] without runs."""
     if cfg.RUNS > 0:
-        row = rows_before(p, runs_of(positions.at.q_runs, positions.b, cfg), M, cfg)
+        row = rows_before(p, runs_of(sequence.lengths.at.q_runs, sequence.b, cfg), sequence.M, cfg)
     else:
-        row = p - positions.shift
+        row = p - (sequence.N - sequence.M)
     return row
 
 
 @triton.jit
-def keys_before(p, positions, N, cfg: tl.constexpr):
+def keys_before(p, sequence, cfg: tl.constexpr):
     """The first key at position `p` or later. May be outside of [0, N] without runs."""
     if cfg.RUNS > 0:
-        key = rows_before(p, runs_of(positions.at.k_runs, positions.b, cfg), N, cfg)
+        key = rows_before(p, runs_of(sequence.lengths.at.k_runs, sequence.b, cfg), sequence.N, cfg)
     else:
         key = p
     return key
 
 
 @triton.jit
-def indices_of_queries(b, h, rows, positions, cfg: tl.constexpr):
+def indices_of_queries(rows, sequence, h, cfg: tl.constexpr):
     """The indices of a sequence, heads and queries in the whole call, which dropout and score
     functions use."""
-    if positions.at.numbers is not None:
-        shift = tl.load(positions.at.numbers + 2 * b + 1)
-        queries = query_positions(rows, positions, cfg) - shift
-        b = tl.load(positions.at.numbers + 2 * b)
-        h = h + positions.at.first_head
+    b = sequence.b
+    if sequence.lengths.at.numbers is not None:
+        shift = tl.load(sequence.lengths.at.numbers + 2 * b + 1)
+        queries = query_positions(rows, sequence, cfg) - shift
+        b = tl.load(sequence.lengths.at.numbers + 2 * b)
+        h = h + sequence.lengths.at.first_head
     elif cfg.RUNS > 0:
-        queries = query_positions(rows, positions, cfg) - positions.shift
+        queries = query_positions(rows, sequence, cfg) - (sequence.N - sequence.M)
     else:
         queries = rows
     return b, h, queries
 
 
 @triton.jit
-def indices_of_scores(b, h, rows, keys, positions, cfg: tl.constexpr):
+def indices_of_scores(rows, keys, sequence, h, cfg: tl.constexpr):
     """`indices_of_queries` with keys: what a score function gets beside the score."""
-    b, h, queries = indices_of_queries(b, h, rows, positions, cfg)
-    return b, h, queries, key_positions(keys, positions, cfg)
+    b, h, queries = indices_of_queries(rows, sequence, h, cfg)
+    return b, h, queries, key_positions(keys, sequence, cfg)
 
 
 @triton.jit
-def corners_of_scores(b, h, corners, positions, cfg: tl.constexpr):
+def corners_of_scores(corners, sequence, h, cfg: tl.constexpr):
     """The least and the greatest index of a tile's queries and keys, as `indices_of_scores` numbers
     them."""
     _, _, first_row, first_key = indices_of_scores(
-        b, h, corners.first_row, corners.first_key, positions, cfg
+        corners.first_row, corners.first_key, sequence, h, cfg
     )
     _, _, last_row, last_key = indices_of_scores(
-        b, h, corners.last_row, corners.last_key, positions, cfg
+        corners.last_row, corners.last_key, sequence, h, cfg
     )
     return Corners(first_row, last_row, first_key, last_key)
 
