@@ -158,7 +158,7 @@ def attention(
     """
     refuse_unknown(options, AttentionOptions, attention)
     outputs = (return_lse, return_attn_probs, out, return_stats)
-    return _run((q, k, v), DENSE, options, backend, *outputs, generator=generator)
+    return _run((q, k, v), DENSE, options, backend, outputs, None, generator)
 
 
 @accepts(VarlenOptions)
@@ -232,7 +232,7 @@ def attention_varlen(
         checks.spans(mask, q)
         options = {**options, "mask": mask.pack(q.shape[0])}
     outputs = (return_lse, return_attn_probs, out, return_stats)
-    results = _run(qkv, layout, options, backend, *outputs, padded, generator)
+    results = _run(qkv, layout, options, backend, outputs, padded, generator)
     if return_stats is None:
         return results
     *others, stats = results
@@ -336,7 +336,7 @@ def attention_with_kvcache(
     layout = Cached(*rows, cu_seqlens_q, max_seqlen_q, k, v, cu_seqlens_k_new, *rotary)
     qkv = (q, k_cache, v_cache)
     outputs = (return_lse, return_stats, out)
-    return _run_cached(qkv, layout, options, backend, *outputs, shared_prefix_len)
+    return _run_cached(qkv, layout, options, backend, outputs, shared_prefix_len)
 
 
 def _run_cached(
@@ -344,20 +344,22 @@ def _run_cached(
     layout: Cached,
     options: Keywords,
     backend: str | None,
-    return_lse: Any,  # a flag as the caller gave it
-    return_stats: Any,
-    out: Tensor | None,
+    outputs: tuple[Any, Any, Tensor | None],
     shared_prefix_len: int | None,
 ) -> Result:
-    """Prepare a call over caches and run it."""
+    """Prepare a call over caches and run it.
+
+    Args:
+        outputs: `return_lse`, `return_stats` and `out` as the caller gave them.
+    """
     # No tracer follows the functions of a format.
     if is_dynamo_compiling() and options.get("cache_format") is not None:
-        given = (qkv, layout, options, backend, return_lse, return_stats, out, shared_prefix_len)
-        return outside_of_graphs(_run_cached)(*given)
+        run = outside_of_graphs(_run_cached)
+        return run(qkv, layout, options, backend, outputs, shared_prefix_len)
     if torch.is_grad_enabled():  # entering the context takes longer than asking
-        given = (qkv, layout, options, backend, return_lse, return_stats, out, shared_prefix_len)
         with torch.no_grad():
-            return _run_cached(*given)
+            return _run_cached(qkv, layout, options, backend, outputs, shared_prefix_len)
+    return_lse, return_stats, out = outputs
     if type(return_lse) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
     names = None if return_stats is None else statistics.checked_names(return_stats)
@@ -454,18 +456,18 @@ def _run(
     layout: Layout,
     options: Keywords,
     backend: str | None,
-    return_lse: Any,  # a flag as the caller gave it
-    return_attn_probs: Any,
-    out: Tensor | None,
-    return_stats: Any,
-    padded: tuple[int, int] | None = None,
-    generator: torch.Generator | None = None,
+    outputs: tuple[Any, Any, Tensor | None, Any],
+    padded: tuple[int, int] | None,
+    generator: torch.Generator | None,
 ) -> Result:
     """Prepare the call and run it.
 
     Args:
+        outputs: `return_lse`, `return_attn_probs`, `out` and `return_stats` as the caller gave
+            them.
         padded: (batch, seq_q) of the caller's queries and results, if they are padded.
     """
+    return_lse, return_attn_probs, out, return_stats = outputs
     if type(return_lse) is not bool or type(return_attn_probs) is not bool:
         return_lse = checks.flag("return_lse", return_lse)
         return_attn_probs = checks.flag("return_attn_probs", return_attn_probs)
@@ -474,28 +476,25 @@ def _run(
     wanted = out if padded is None else tokens("out", out)
     names = None if return_stats is None else statistics.checked_names(return_stats)
     has_statistics = names is not None and statistics.of_rows(names)
-    measured = return_attn_probs, has_statistics
-    call = prepare(qkv, layout, options, backend, wanted, *measured)
+    call = prepare(qkv, layout, options, backend, wanted, return_attn_probs, has_statistics)
     problem, operands = call.problem, call.operands
+    stats: Sequence[Any] = ()
+    probs: tuple[Tensor, ...] = ()
     if problem.options.dropout_p > 0:
         operands = with_dropout_seed(problem, operands, generator)
-    probs, stats = None, None
     if names is not None:
         statistics.refuse_unsupported(problem)
         backward = dispatch.select(problem._replace(has_statistics=False), backend)
-        result, lse, stats = statistics.attend(problem, operands, names, backward)
+        result, lse, *stats = statistics.attend(problem, operands, names, backward)
     else:
         wants_lse = return_lse or return_attn_probs or padded is not None
         result, lse = autograd.attend(problem, operands, call.forward, wants_lse)
     if return_attn_probs:
-        probs = autograd.attention_probabilities(problem, operands, lse.detach())
+        probs = (autograd.attention_probabilities(problem, operands, lse.detach()),)
     if padded is not None:
         result, lse = as_batch(result, lse, *padded)
     if out is not None:
         result = out.copy_(result)
-    if stats is not None:
-        others = (lse.contiguous(), probs) if probs is not None else (lse.contiguous(),)
-        return (result, *(others if return_lse or probs is not None else ()), stats)
-    if probs is not None:
-        return result, lse.contiguous(), probs
-    return (result, lse.contiguous()) if return_lse else result
+    if not return_lse and not probs:
+        return (result, *stats) if stats else result
+    return (result, lse.contiguous(), *probs, *stats)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 from . import backends
@@ -88,7 +89,7 @@ def attend(
         operands = Operands(*(x if x is None else x.view_as(x) for x in operands))  # type: ignore[arg-type]  # its fields
     elif compiling:
         operands = Operands(*dealiased(operands))  # type: ignore[arg-type]  # its fields
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    forward_mode = forward_ad._current_level >= 0
     if forward_mode and compiling:
         raise NotImplementedError(
             "flashtile: got torch.func.jvp or dual numbers inside torch.compile; expected them in "
@@ -173,13 +174,13 @@ def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch.autograd.profiler._is_profiler_enabled
         or torch._C._is_tracing()
-        or not _PLAIN.issuperset(map(type, tensors))
+        or (tensors != () and not _PLAIN.issuperset(map(type, tensors)))
     )
 
 
 def is_call_observed() -> bool:
     """Whether anything but plain autograd is to see a call of plain tensors."""
-    return is_transformed() or torch.autograd.forward_ad._current_level >= 0 or _is_observed(())
+    return is_transformed() or forward_ad._current_level >= 0 or _is_observed(())
 
 
 def dealiased(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -499,8 +500,7 @@ class DirectAttention(torch.autograd.Function):
             given = (dout, dlse, *saved[-2:], problem.bias_needs_grad, *operands, *problem.options)
             return None, None, *_seen_derivative(given, ctx.needs_input_grad[2:])
         tensors = (*operands, *saved[-2:], dout, dlse)
-        is_plain = not problem.options.batch_invariant and not problem.has_score_gradients
-        if forward is None or not is_plain or is_any_autocast_on():
+        if forward is None or not forward.has_plain_backward or is_any_autocast_on():
             gradients = _run_backward(problem, tensors, present, forward)
         else:
             gradients = forward.backward(tensors, present)

@@ -206,6 +206,10 @@ class PreparedForward:
         self._backend = backend  # the one that `problem` names
         self.presence: Presence | None = None  # of the operands, once a call has been recorded
         self.backward = PreparedBackward(problem, backend)
+        # Whether nothing checks its gradients or adds to them.
+        self.has_plain_backward = not (
+            problem.options.batch_invariant or problem.has_score_gradients
+        )
         self._calls = 0
         # Out, lse, and what else was allocated, from the operands, followed by `NewTokens` to
         # append to the cache if the problem is `appending`.

@@ -145,9 +145,30 @@ TRITON: list[Planted] = [
     Planted(
         "memo: values of their own, as if they were those of latents",
         "key_of",
-        "k.data_ptr() == v.data_ptr()",
+        "address == last",
         "True",
         "tests/test_memo.py -k view_of_the_keys",
+    ),
+    Planted(
+        "memo: calls that differ in a number are equal",
+        "key_of",
+        "indices.plain_values(arguments)",
+        "None",
+        "tests/test_memo.py -k bad_call_after_a_good_one",
+    ),
+    Planted(
+        "memo: calls that differ in the name of an argument are equal",
+        "key_of",
+        "names,\n        types",
+        "types",
+        "tests/test_memo.py -k same_tensor_as_another_argument",
+    ),
+    Planted(
+        "memo: a sparse tensor is like a strided one",
+        "key_of",
+        "x.device, x.layout,",
+        "x.device,",
+        "tests/test_memo.py -k another_layout",
     ),
     Planted(
         "triton: a row of NaN",
@@ -511,8 +532,8 @@ TRITON: list[Planted] = [
     Planted(
         "triton: a repeated call that misses PyTorch's switch for TF32",
         "key_of",
-        "q.dtype is torch.float32 and allows_tf32(),",
-        "q.dtype is torch.float32,",
+        "allows_tf32()",
+        "True",
         "tests/test_tf32.py -k repeated",
     ),
 ]

@@ -570,8 +570,8 @@ INTEGRATIONS_AND_MODELS = [
     Planted(
         "a repeated call does not check its lengths",
         "_decided",
-        "checks_values = has_optional_tensors and",
-        "checks_values = not has_optional_tensors and",
+        "has_values_to_check = has_optional_tensors and",
+        "has_values_to_check = not has_optional_tensors and",
         "tests/test_memo.py -k test_cache_values_are_checked_after",
     ),
     Planted(

@@ -291,6 +291,26 @@ def test_other_tensors_are_checked():
         flashtile.attention([1.0], k, v)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_tensor_of_another_layout_or_device_is_refused_after_a_good_call(
+    on_gpu, cached, monkeypatch
+):
+    """Such a tensor has no address, and perhaps neither a shape nor strides."""
+    monkeypatch.setattr(memo, "_has_launches", lambda x: on_gpu)
+    q, k, v = qkv()
+    function = flashtile.attention_with_kvcache if cached else flashtile.attention
+    function(q, k, v)
+    nested = torch.nested.nested_tensor(list(k))
+    others = [k.to_sparse(), k.to_sparse(1), k.to_mkldnn(), nested]
+    if not on_gpu:  # where meta tensors have another index than those on the GPU
+        others.append(k.to("meta"))
+    for other in others:
+        with pytest.raises((TypeError, ValueError), match=r"^k(_cache)?: got"):
+            function(q, other, v)
+
+
 def test_gradients_are_recorded_after_a_call_without():
     q, k, v = qkv()
     flashtile.attention(q, k, v)

@@ -42,30 +42,30 @@ _OPERANDS = {"cache_seqlens": "seqused_k", "cache_leftpad": "leftpad_k"}  # by t
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TUPLES = frozenset((tuple, Window))
-_STRIDED = torch.strided
 _is_grad_enabled = torch.is_grad_enabled
 _is_deterministic = torch._C._get_deterministic_algorithms
 _is_transformed = torch._C._are_functorch_transforms_active
 decisions: Memo[Any, Decision] = Memo(4096)  # by the keys of calls
 
 
-def arguments_of(qkv: QKV, layout: Layout, keywords: Keywords, *further: Any) -> tuple[Any, ...]:
-    """The arguments of the call that decide it."""
-    # It grows with each new token, and is checked separately.
-    if isinstance(layout, Cached) and type(layout.cache_seqlens) is int:
-        further += ("a number of tokens",)
-        layout = layout._replace(cache_seqlens=None)
-    if isinstance(layout, Cached) and layout.formats is not None:  # which `keywords` describe
-        layout = layout._replace(formats=None)
+def arguments_of(qkv: QKV, layout: Layout, keywords: Keywords, further: Any) -> tuple[Any, ...]:
+    """The arguments of the call that decide it, with `further` ones, of which the last is None."""
+    if isinstance(layout, Cached):
+        # It grows with each new token, and is checked separately.
+        if type(layout.cache_seqlens) is int:
+            further = "a number of tokens", *further
+            layout = layout._replace(cache_seqlens=None)
+        if layout.formats is not None:  # which `keywords` describe
+            layout = layout._replace(formats=None)
     if _MASKS.isdisjoint(keywords):
         return (*qkv, *layout, *keywords.values(), *further)
     values, mask = dict(keywords), keywords.get("block_mask")
     if isinstance(mask, BlockMask):  # not the object: its tensors decide as all others do
         values["block_mask"] = None
-        further += (*tile_operands(mask).values(), mask.lengths)
+        further = *tile_operands(mask).values(), mask.lengths, *further
     if isinstance(keywords.get("mask"), Spans):
         values["mask"] = None
-        further += tuple(keywords["mask"])
+        further = *keywords["mask"], *further
     return (*qkv, *layout, *values.values(), *further)
 
 
@@ -86,39 +86,43 @@ def key_of(names: tuple[Any, ...], arguments: tuple[Any, ...], with_strides: boo
     indices = _indices_by_type(types)
     if indices is None:
         return None
-    q = arguments[0]
-    with_launches, device = _has_launches(q), q.device
+    q, records = arguments[0], _is_grad_enabled()
+    with_launches, gpu, last = _has_launches(q), q.get_device(), 0
     facts: list[Any] = [
-        device,
-        _is_grad_enabled(),
+        gpu,
+        records,
         _is_deterministic(),
-        # Under them `requires_grad` does not say whether gradients are recorded.
         _is_transformed(),
         dispatch.forced(),
         dispatch.is_batch_invariant(),
-        with_launches,
-        with_launches and q.dtype is torch.float32 and allows_tf32(),
         names,
         types,
         indices.plain_values(arguments),
     ]
-    for index in indices.tensors:
-        x = arguments[index]
-        # Tensors of other layouts have no shape or no strides; a check refuses those elsewhere.
-        if x.is_nested or x.layout is not _STRIDED or x.device != device:
-            return None
-        facts += (x.shape, x.dtype, x.requires_grad)
-        if with_launches:
-            if x.is_neg():  # its memory holds the numbers with the opposite sign
+    if with_launches and q.dtype is torch.float32:
+        facts.append(allows_tf32())
+    try:
+        for index in indices.tensors:
+            x = arguments[index]
+            # Under a transform `requires_grad` does not say whether gradients are recorded.
+            facts += (x.shape, x.dtype, records and x.requires_grad)
+            if not with_launches:
+                facts += (x.device, x.layout, with_strides and x.stride())
+                continue
+            # Its memory holds the numbers with the opposite sign, or is elsewhere.
+            if x.is_neg() or x.get_device() != gpu:
                 return None
-            # Its shape gives the strides of a contiguous tensor, except for dimensions of size 1,
-            # along which nothing steps. Asking takes less time than making a tuple of strides.
-            facts += (x.is_contiguous() or x.stride(), x.data_ptr() % ALIGNMENT)
-        elif with_strides:
-            facts.append(x.stride())
-    if with_launches and indices.tensors[1:3] == (1, 2):  # `problem.has_values_in_keys`
-        k, v = arguments[1:3]
-        facts.append(k.shape != v.shape and k.data_ptr() == v.data_ptr())
+            address = x.data_ptr()
+            facts += (
+                # Its shape gives the strides of a contiguous tensor, except for dimensions of size
+                # 1, along which nothing steps. Asking takes less time than making the strides.
+                x.is_contiguous() or x.stride(),
+                address % ALIGNMENT,
+                address == last,  # of k and v: `problem.has_values_in_keys`
+            )
+            last = address
+    except RuntimeError:  # a tensor of another layout has no shape, strides or address
+        return None
     for index in indices.tuples:
         item_types = tuple(map(type, arguments[index]))
         if not _PLAIN.issuperset(item_types):
@@ -137,7 +141,7 @@ def _has_launches(x: Tensor) -> bool:
 class ArgumentIndices(NamedTuple):
     """The indices of the arguments that their types do not determine, as None does."""
 
-    plain_values: Callable[[tuple[Any, ...]], Any]  # the arguments whose value is part of the key
+    plain_values: Pick  # the arguments whose value is part of the key
     tensors: tuple[int, ...]
     tuples: tuple[int, ...]
 

@@ -48,6 +48,8 @@ class Prepared(NamedTuple):
     forward: PreparedForward | None = None  # if an equal call has been made before
 
 
+# Options that `read` converts, besides windows.
+_READ = LISTS | {"cache_format", "attn_mask", "key_padding_mask", "score_mod"}
 CAPTURED = ("captured", "captured_integers")  # operands that the caller does not name
 new_tuple = tuple.__new__  # of a named tuple, in half the time of its own function
 
@@ -87,8 +89,8 @@ def prepare(
     stop = None if compiling else instead_of_decide.get()
     key = None
     if not compiling and stop is None:
-        further = backend, wants_probabilities, has_statistics
-        arguments = memo.arguments_of(qkv, layout, keywords, *further)
+        further = backend, wants_probabilities, has_statistics, None
+        arguments = memo.arguments_of(qkv, layout, keywords, further)
         # The strides of caches determine whether they already are packed sequences.
         is_cached = isinstance(layout, Cached)
         key = memo.key_of((type(layout), *keywords), arguments, with_strides=is_cached)
@@ -131,15 +133,16 @@ def _decided(
     if isinstance(layout, Cached):
         checks.length_on_host(qkv[1], layout)
     if pick is not None:
-        operands = new_tuple(Operands, pick((*arguments, None)))
+        operands = new_tuple(Operands, pick(arguments))
     else:
         operands = _operands(qkv, layout, keywords)
         qv = keywords.get("qv")
         if qv is not None and not isinstance(layout, Cached):
             operands = with_folded_qv(operands, qv)
-    is_on_gpu = problem.device_type == "cuda"
-    checks_values = has_optional_tensors and not (is_on_gpu and not checks_everything())
-    if checks_values or out is not None or operands.workspace is not None:
+    has_values_to_check = has_optional_tensors and (
+        operands.workspace is not None or problem.device_type != "cuda" or checks_everything()
+    )
+    if has_values_to_check or out is not None:
         checks.memory_and_values(layout, operands, problem.options, out, keywords.get("seqused_k"))
     return new_tuple(Prepared, (problem, operands, layout, keywords, forward))
 
@@ -237,6 +240,8 @@ def read(qkv: QKV, layout: Layout, keywords: Keywords) -> tuple[QKV, Layout, Key
     ):
         longest = ("max_seqlen_q", layout.max_seqlen_q, "cu_seqlens_q", layout.cu_seqlens_q)
         layout = layout._replace(max_seqlen_q=checks.longest(*longest, qkv[0]))
+    if _READ.isdisjoint(keywords):
+        return qkv, layout, keywords
     if isinstance(layout, Cached) and "cache_format" in keywords:
         layout, keywords = _with_formats(qkv[0], layout, keywords)
     if not LISTS.isdisjoint(keywords):
