@@ -404,7 +404,7 @@ class TangentFunction(torch.autograd.Function):
             if any(map(is_batched, moved)):
                 kernels = None
             found = kernels and kernels.tangents(problem, operands, out, lse, moved)
-            return found or _higher().tangents(problem, operands, moved)
+            return found or _higher().tangents(problem, operands, out, lse, moved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -266,11 +266,13 @@ def test_precision(dtype: torch.dtype, backend: str) -> None:
         assert_close(f"d{name}", x, truth, plain, dtype=dtype)
 
 
-TANGENTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "causal": ({"causal": True}, {}),
-    "softcap in a window": ({"softcap": 3.0, "window_size": (40, 5)}, {}),
-    "bias and sink": ({}, {"bias": (1, 4, 70, 90), "sink": (4,)}),
-    "rows without a key": ({"window_size": (-1, -50)}, {}),
+SMALL, LARGE = (70, 90, 16), (300, 550, 64)  # queries, keys, head dim
+TANGENTS: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, tuple[int, ...]]]] = {
+    "causal": ({"causal": True}, SMALL, {}),
+    "softcap in a window": ({"softcap": 3.0, "window_size": (40, 5)}, SMALL, {}),
+    "bias and sink": ({}, SMALL, {"bias": (1, 4, 70, 90), "sink": (4,)}),
+    "rows without a key": ({"window_size": (-1, -50)}, SMALL, {}),
+    "large tiles": ({"causal": True}, LARGE, {}),
 }
 
 
@@ -278,8 +280,8 @@ TANGENTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", TANGENTS)
 def test_precision_of_tangents(name: str, dtype: torch.dtype, backend: str) -> None:
     """Forward mode along a direction of all inputs, by the rule."""
-    options, more = TANGENTS[name]
-    shapes = ((2, 70, 4, 16), (2, 90, 2, 16), (2, 90, 2, 16), *more.values())
+    options, (M, N, D), more = TANGENTS[name]
+    shapes = ((2, M, 4, D), (2, N, 2, D), (2, N, 2, D), *more.values())
     g = generator(0)
     point, direction = (
         tuple(normal(g, *shape, dtype=dtype).detach() for shape in shapes) for _ in range(2)

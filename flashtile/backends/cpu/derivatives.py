@@ -17,6 +17,7 @@ The differentiable operands are a dict by name, `x`; gradients and tangents have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -37,7 +38,8 @@ from ...problem import (
 from .distances import adjacent_columns
 from .distances import bias_tile as relative_tile
 from .launch import tile_problem
-from .plan import Plan
+from .plan import PLAIN_BLOCK_M, PLAIN_BLOCK_N, Plan
+from .products import product
 from .segments import KeyRun, Segment, segments
 from .tiles import (
     INFINITY,
@@ -46,6 +48,8 @@ from .tiles import (
     bias_tile,
     fold,
     keys_and_values,
+    lost_log_sums,
+    relative_exponentials,
     scores,
     unfold,
 )
@@ -65,18 +69,24 @@ NAMES = Operands._fields[:DIFFERENTIABLE]
 VALUES = {"v"}  # the only tangents that leave the scores alone
 
 
-def tangents(problem: AttentionProblem, operands: Operands, moved: Optional) -> Cotangents:
+def tangents(
+    problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, moved: Optional
+) -> Cotangents:
     """The tangents of out and lse, from those of the operands, `moved`."""
     w = _by_name(operands, moved)
     if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in w.values()):
         return _tangents_of_batches(problem, operands, w)
-    dout, dlse = _zeros(operands, operands.q)
-    dlse = dlse.to(lse_dtype(operands.q.dtype))
-    with operands.q.device:  # of index tensors
-        for segment, tiles in segments_and_tiles(problem, operands):
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    # Of index tensors; on a CPU the context would only make all operations slower.
+    with operands.q.device if operands.q.is_cuda else nullcontext():
+        for segment, tiles in segments_and_tiles(problem, operands, PLAIN_BLOCK_M):
             tp, along = _tile_problems(problem, operands, segment, {}, w)
+            if not operands.q.is_cuda:
+                tp = tp._replace(BLOCK_N=PLAIN_BLOCK_N)
+            O, L = segment.queries(out), segment.rows(lse)
             for m0, m1 in tiles:
-                _, (dO, dL) = attend(tp, along, set(w), m0, m1, wants_results=False)
+                results = O[:, :, m0:m1], L[:, :, m0:m1, None]
+                dO, dL = tile_tangents(tp, along, set(w), *results, m0, m1)
                 segment.queries(dout)[:, :, m0:m1] = dO
                 segment.rows(dlse)[:, :, m0:m1] = dL
     return dout, dlse
@@ -177,9 +187,9 @@ def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Oper
 
 
 def segments_and_tiles(
-    problem: AttentionProblem, operands: Operands
+    problem: AttentionProblem, operands: Operands, rows: int = ROWS
 ) -> Iterator[tuple[Segment, list[tuple[int, int]]]]:
-    """The segments of a call, with the rows of their tiles."""
+    """The segments of a call, with their tiles of `rows` queries, or of more on a GPU."""
     if operands.q.dtype in FLOAT8:
         raise NotImplementedError(
             f"q: got {dtype_name(operands.q.dtype)}, of which there are neither higher derivatives "
@@ -188,7 +198,7 @@ def segments_and_tiles(
     for segment in segments(problem, operands):
         count = len(range(problem.B)[segment.batch]) * len(range(problem.Hq)[segment.heads])
         of_row = max(count * segment.mask.visibility.N, 1)
-        step = max(ROWS, GPU_SCORES // of_row if operands.q.is_cuda else 0)
+        step = max(rows, GPU_SCORES // of_row if operands.q.is_cuda else 0)
         yield segment, segment.mask.query_tiles(step)
 
 
@@ -201,11 +211,16 @@ def _zeros(operands: Operands, like: Tensor) -> Results:
 def _tile_problems(
     problem: AttentionProblem, operands: Operands, segment: Segment, x: Tensors, w: Tensors
 ) -> tuple[TileProblem, TileProblem]:
-    """A segment with the operands `x`, and the same with tangents instead, where there are any."""
+    """A segment with the operands `x`; and the same with tangents instead, where there are any, but
+    with [dQ, Q] and [K, dK] if both move, whose product is the tangent of the product.
+    """
     plan = Plan("plain", lse_dtype(operands.q.dtype), 1, max(problem.N, 1), ())
     tp, along = (
         tile_problem(problem, operands._replace(**tensors), segment, plan) for tensors in (x, x | w)
     )
+    if {"q", "k"} <= w.keys():
+        Q, K = torch.cat([along.Q, tp.Q], -1), torch.cat([tp.K, along.K], -1)
+        along = along._replace(Q=Q, K=K)
     return tp, along
 
 
@@ -250,28 +265,8 @@ def attend(
         along: `tp` with tangents instead of the operands `names`; the others are constant.
         wants_results: whether O is computed; else it is 0.
     """
-    Q, dQ = (
-        fold(x.Q.narrow(2, m0, m1 - m0) * tp.score.options.softmax_scale, tp.K) for x in (tp, along)
-    )
-    row = Q.new_zeros(*tp.Q.shape[:2], m1 - m0, 1)
-    sink, dsink = row - INFINITY, row
-    if tp.sink is not None and along.sink is not None:  # a key whose value is zero
-        sink = row + tp.sink[:, None, None]
-        dsink = row + along.sink[:, None, None] if "sink" in names else row
-    parts = []
-    for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
-        # Where the bias hides a key, its tangents do not show that.
-        pair = tp, along._replace(score=tp.score)
-        (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in pair)
-        S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
-        assert slope is not None
-        dS = S
-        if names != VALUES:
-            dS = unfold(dQ @ K.mT, tp.Q) if "q" in names else torch.zeros_like(S)
-            dS = dS + unfold(Q @ dK.mT, tp.Q) if "k" in names else dS
-            dS = score_tangents(tp, along, names, dS, slope, (m0, m1), run)
-        kept = None if tp.dropout is None else tp.dropout.kept(m0, m1, run) / tp.keep
-        parts.append((S, dS, V, dV, kept))
+    sink, dsink = sinks(tp, along, names, m1 - m0)
+    parts = list(score_parts(tp, along, names, m0, m1))
     largest = [sink, *(S.amax(-1, keepdim=True) for S, *_ in parts)]
     m = torch.cat(largest, -1).detach().amax(-1, keepdim=True)
     dead = m == -INFINITY
@@ -284,7 +279,7 @@ def attend(
             (p * dS).sum(-1, keepdim=True) for p, (_, dS, *_) in zip(P, parts, strict=True)
         )
     mu = mu / l
-    O = dO = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
+    O = dO = fold(m.new_zeros(*m.shape[:-1], tp.V.shape[-1]), tp.K)
     for p, (_, dS, V, dV, kept) in zip(P, parts, strict=True):
         p = p if kept is None else p * kept
         if wants_results:
@@ -295,6 +290,66 @@ def attend(
             dO = dO + fold(p, tp.K) @ dV
     results = unfold(O, tp.Q) / l, (m + torch.log(l)).squeeze(-1)
     return results, (unfold(dO, tp.Q) / l, mu.squeeze(-1))
+
+
+def tile_tangents(
+    tp: TileProblem,
+    along: TileProblem,
+    names: set[str],
+    O: Tensor,
+    L: Tensor,
+    m0: int,
+    m1: int,
+) -> Results:
+    """The tangents of O and L (batch, heads, rows, 1), as `attend` has them, from P = exp(S - L),
+    one run of keys at a time, and in place: PyTorch cannot differentiate them.
+    """
+    Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
+    L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
+    log_sums = lost_log_sums(tp, Q, L, m0, m1)
+    sink, dsink = sinks(tp, along, names, m1 - m0)
+    mu = relative_exponentials(sink, L, log_sums) * dsink
+    dO = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
+    for S, dS, V, dV, kept in score_parts(tp, along, names, m0, m1):
+        P = relative_exponentials(S, L, log_sums)
+        if names != VALUES:
+            dS.mul_(P)
+            mu += dS.sum(-1, keepdim=True)
+            dO += product(fold(dS if kept is None else dS.mul_(kept), tp.K), V)
+        if "v" in names:
+            dO += product(fold(P if kept is None else P.mul_(kept), tp.K), dV)
+    return unfold(dO, tp.Q) - mu * O, mu.squeeze(-1)
+
+
+def sinks(tp: TileProblem, along: TileProblem, names: set[str], rows: int) -> tuple[Tensor, Tensor]:
+    """The score of the sink, a key whose value is zero, and its tangent, (batch, heads, rows, 1);
+    -inf and 0 without a sink.
+    """
+    row = tp.Q.new_zeros(*tp.Q.shape[:2], rows, 1)
+    if tp.sink is None or along.sink is None:
+        return row - INFINITY, row
+    dsink = row + along.sink[:, None, None] if "sink" in names else row
+    return row + tp.sink[:, None, None], dsink
+
+
+def score_parts(
+    tp: TileProblem, along: TileProblem, names: set[str], m0: int, m1: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
+    """S, its tangents dS, V, dV, and dropout's factors of P, for each run of a tile's keys."""
+    # Where the bias hides a key, its tangents do not show that.
+    pair = tp, along._replace(score=tp.score)
+    Q, dQ = (fold(x.Q.narrow(2, m0, m1 - m0) * x.score.options.softmax_scale, x.K) for x in pair)
+    for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
+        (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in pair)
+        S, slope = scores(tp, product(Q, K.mT), m0, m1, run, want_slope=True)
+        assert slope is not None
+        dS = S
+        if names != VALUES:
+            is_moved = "q" in names or "k" in names
+            dS = unfold(product(dQ, dK.mT), tp.Q) if is_moved else torch.zeros_like(S)
+            dS = score_tangents(tp, along, names, dS, slope, (m0, m1), run)
+        kept = None if tp.dropout is None else tp.dropout.kept(m0, m1, run) / tp.keep
+        yield S, dS, V, dV, kept
 
 
 def score_tangents(
