@@ -1,7 +1,7 @@
 """What a language model loses when attention, or its cache of keys and values, has fewer bits.
 
-    python -m benchmarks.model_loss --csv benchmarks/results/cpu/fp8-model-loss.csv
-    python -m benchmarks.model_loss --caches --csv benchmarks/results/cpu/cache-formats-model.csv
+    python -m benchmarks.model_loss --csv fp8-model-loss.csv
+    python -m benchmarks.model_loss --caches --windows 2 --csv cache-formats-model.csv
 
 SmolLM2-135M reads windows of Shakespeare's Hamlet; `make demo` fetches both. On the CPU, with the
 roundings of a GPU's float8 units emulated; weights and everything except attention in float32. A
