@@ -124,7 +124,7 @@ class Padding(NamedTuple):
 
     def keys(self, x: Tensor) -> Tensor:
         """Padded rows of k or v."""
-        return F.pad(x, (0, 0, 0, self.N - x.shape[2]))
+        return x if x.shape[2] == self.N else F.pad(x, (0, 0, 0, self.N - x.shape[2]))
 
     def bias(self, x: Tensor) -> Tensor:
         """A padded bias."""
