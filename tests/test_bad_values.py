@@ -233,6 +233,49 @@ def test_values_that_are_the_keys_may_share_their_cache():
     assert torch.equal(got, wanted)
 
 
+LATENTS = torch.randn(4, 16, 2, 12)
+
+
+@pytest.mark.parametrize("columns", [(0, 8, 0, 5), (0, 8, 4, 8), (0, 8, 5, 12), (4, 12, 0, 7)])
+def test_caches_that_share_columns(columns):
+    """New keys and values in the same memory are the same or refused."""
+    a, b, c, d = columns
+    latents, new = LATENTS.clone(), torch.randn(2, 3, 2, 12)
+    k_cache, v_cache = latents[..., a:b], latents[..., c:d]
+    call = cache() | ROWS | {"out": None, "k_cache": k_cache, "v_cache": v_cache}
+    call |= {"k": new[..., a:b], "v": new[..., c:d]}
+    own = call | {"k_cache": k_cache.clone(), "v_cache": v_cache.clone()}
+    wanted = flashtile.attention_with_kvcache(**own)
+    assert torch.equal(flashtile.attention_with_kvcache(**call), wanted)
+    assert torch.equal(k_cache, own["k_cache"]) and torch.equal(v_cache, own["v_cache"])
+    call["v"] = torch.randn(2, 3, 2, d - c)
+    refuse(flashtile.attention_with_kvcache, call, "v_cache", [latents])
+
+
+def test_caches_that_share_columns_with_rotary_embedding():
+    """Values may be columns of the keys that are not rotated."""
+    new, rotary = torch.randn(2, 3, 2, 8), {"rotary_cos": COS[:, :2], "rotary_sin": SIN[:, :2]}
+    for first in (4, 3):
+        latents = LATENTS[..., :8].clone()
+        caches = {"k_cache": latents, "v_cache": latents[..., first:]}
+        call = cache() | ROWS | caches | rotary | {"out": None, "k": new, "v": new[..., first:]}
+        if first == 3:
+            refuse(flashtile.attention_with_kvcache, call, "v_cache", [latents])
+            continue
+        own = call | {n: x.clone() for n, x in caches.items()}
+        wanted = flashtile.attention_with_kvcache(**own)
+        assert torch.equal(flashtile.attention_with_kvcache(**call), wanted)
+
+
+def test_interleaved_caches_share_no_memory():
+    both = torch.randn(4, 16, 2, 8, 2)
+    call = cache() | ROWS | {"out": None, "k_cache": both[..., 0], "v_cache": both[..., 1]}
+    wanted = flashtile.attention_with_kvcache(
+        **call | {n: call[n].clone() for n in ("k_cache", "v_cache")}
+    )
+    assert torch.equal(flashtile.attention_with_kvcache(**call), wanted)
+
+
 def test_sequences_may_append_to_one_row_at_different_places():
     call = cache() | {"cache_batch_idx": tensor(3, 3), "cache_seqlens": tensor(5, 8)}
     assert flashtile.attention_with_kvcache(**call).isfinite().all()

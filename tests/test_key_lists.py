@@ -359,3 +359,13 @@ def test_a_mask_from_lists(seed: int):
     assert mask.kinds.bool().equal(as_kinds(lists, 7)) and mask.lengths == (24, 28)
     with pytest.raises(ValueError, match="key_blocks: got shape"):
         BlockMask.from_key_blocks(lists[0], 27, (8, 4))
+    with pytest.raises(TypeError, match=r"key_blocks: got dtype torch\.float32, want torch\.int32"):
+        BlockMask.from_key_blocks(lists.float(), 27, (8, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_a_mask_of_many_blocks_from_narrow_integers(dtype: torch.dtype):
+    lists = torch.tensor([[[[100, 7, -1 if dtype.is_signed else 255]]]]).to(dtype)
+    columns = 200
+    kinds = BlockMask.from_key_blocks(lists, columns * 4, (8, 4)).kinds
+    assert kinds.flatten().nonzero().flatten().tolist() == [7, 100]

@@ -1111,11 +1111,13 @@ def cache_values(layout: Cached, operands: Operands, options: Options) -> None:
             f"cache_seqlens: got {before}, {after} with the new tokens, want at least 0 and at "
             f"most {capacity}, the capacity of the cache"
         )
-    if layout.k_new is not None:
+    if layout.k_new is not None and layout.v_new is not None:
         if operands.page_table is not None or operands.cache_batch_idx is not None:
             _distinct_slots(before, new, operands)
-        if k_cache.data_ptr() == operands.v.data_ptr():
-            _shared_memory(operands, layout)
+        # The column of the keys at which the values begin, if they are in one memory.
+        first = (operands.v.data_ptr() - k_cache.data_ptr()) // k_cache.element_size()
+        if -layout.v_new.shape[-1] < first < layout.k_new.shape[-1]:
+            _shared_memory(operands, layout, layout.k_new, layout.v_new, first)
     if layout.rotary_cos is not None and before:
         _positions(lengths, layout, layout.rotary_cos, _rotated_queries(operands, options))
 
@@ -1144,14 +1146,20 @@ def _distinct_slots(before: list[int], added: list[int], operands: Operands) -> 
         )
 
 
-def _shared_memory(operands: Operands, layout: Cached) -> None:
-    """Check that new keys and new values, which go to the same memory, are the same."""
-    k_cache, v_cache, k, v = operands.k, operands.v, layout.k_new, layout.v_new
-    if k is None or v is None or not k.numel():
+def _shared_memory(operands: Operands, layout: Cached, k: Tensor, v: Tensor, first: int) -> None:
+    """Check that new keys and new values that go to the same memory are the same.
+
+    `first`: the column of the keys at which the values begin.
+    """
+    k_cache, v_cache = operands.k, operands.v
+    has_columns = k_cache.stride(-1) == v_cache.stride(-1) == 1 and layout.formats is None
+    if not k.numel() or (first != 0 and not has_columns):
         return
+    k, v = k[..., max(first, 0) :], v[..., max(-first, 0) :]
     columns = min(k.shape[-1], v.shape[-1])
+    rotated = 0 if layout.rotary_cos is None else 2 * layout.rotary_cos.shape[1]
     same = torch.equal(k[..., :columns], v[..., :columns])
-    if layout.rotary_cos is not None or k_cache.stride() != v_cache.stride() or not same:
+    if rotated > max(first, 0) or k_cache.stride() != v_cache.stride() or not same:
         raise ValueError(
             "v_cache: got the memory of k_cache, want memory of its own where new keys and new "
             "values differ"

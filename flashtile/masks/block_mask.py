@@ -98,20 +98,23 @@ class BlockMask:
             block_size: (q_block, k_block), queries and keys of a block: the mask's tile.
 
         Raises:
+            TypeError: `key_blocks` holds other numbers than integers.
             ValueError: `key_blocks` is not 4-D, or a size is not a positive int.
 
         Source: Native Sparse Attention (Yuan et al. 2025), section 3.3.2; MoBA (Lu et al. 2025),
         section 2.2.
         """
+        if key_blocks.is_floating_point() or key_blocks.dtype == torch.bool:
+            raise TypeError(f"key_blocks: got dtype {key_blocks.dtype}, want torch.int32")
         if key_blocks.dim() != 4:
             raise ValueError(
                 f"key_blocks: got shape {tuple(key_blocks.shape)}, want 4 dimensions (batch, "
                 "heads, blocks of queries, top)"
             )
         columns = -(-seq_k // checked_pair("block_size", block_size, "(queries, keys)")[1])
-        is_listed = (key_blocks >= 0) & (key_blocks < columns)
+        index = key_blocks.long()  # narrow integers may not hold the number of columns
         # All others mark one more column.
-        listed = torch.where(is_listed, key_blocks, columns).long()
+        listed = torch.where((index >= 0) & (index < columns), index, columns)
         kinds = key_blocks.new_zeros((*key_blocks.shape[:3], columns + 1), dtype=torch.uint8)
         return BlockMask.from_tiles(kinds.scatter_(-1, listed, 1)[..., :columns], block_size)
 
