@@ -49,6 +49,14 @@ TRITON: list[Planted] = [
         interpreted=True,
     ),
     Planted(
+        "triton: elements without the factor of their row leave float16",
+        "unpack_source",
+        "dtype != torch.float16 or is_within(first, count, limits.tiny, limits.max)",
+        "True",
+        "tests/kernels/test_interpreter_formats.py -k user",
+        interpreted=True,
+    ),
+    Planted(
         "triton: all blocks of a packed row have the scale of the first",
         "blocked",
         "range(0, count, size)",
