@@ -17,9 +17,9 @@ The differentiable operands are a dict by name, `x`; gradients and tangents have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,12 +77,14 @@ def tangents(
     if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in w.values()):
         return _tangents_of_batches(problem, operands, w)
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
-    # Of index tensors; on a CPU the context would only make all operations slower.
-    with operands.q.device if operands.q.is_cuda else nullcontext():
+    with device_of_indices(operands):
         for segment, tiles in segments_and_tiles(problem, operands, PLAIN_BLOCK_M):
             tp, along = _tile_problems(problem, operands, segment, {}, w)
             if not operands.q.is_cuda:
                 tp = tp._replace(BLOCK_N=PLAIN_BLOCK_N)
+            if {"q", "k"} <= w.keys():  # dQ K^T + Q dK^T = [dQ, Q] [K, dK]^T
+                Q, K = torch.cat((along.Q, tp.Q), -1), torch.cat((tp.K, along.K), -1)
+                along = along._replace(Q=Q, K=K)
             O, L = segment.queries(out), segment.rows(lse)
             for m0, m1 in tiles:
                 results = O[:, :, m0:m1], L[:, :, m0:m1, None]
@@ -177,13 +179,18 @@ def _in_dtype(operands: Operands, cotangents: Cotangents) -> Cotangents:
 
 def _sum(of_tile: Callable[[Tile], T], problem: AttentionProblem, operands: Operands, n: int) -> T:
     """The sum over the tiles, of which each has the first `n` of (out, lse)."""
-    with operands.q.device:  # of index tensors
+    with device_of_indices(operands):
         total = of_tile(lambda x, w, _: (_zeros(operands, x["q"])[:n],) * 2)
         for segment, tiles in segments_and_tiles(problem, operands):
             for rows in tiles:
                 tile = partial(_tile, problem, operands, segment, rows, n)
                 total = tree_map(torch.add, total, of_tile(tile))
     return total
+
+
+def device_of_indices(operands: Operands) -> AbstractContextManager[Any]:
+    """Where index tensors are made; on a CPU such a context would only slow down all operations."""
+    return operands.q.device if operands.q.is_cuda else nullcontext()
 
 
 def segments_and_tiles(
@@ -211,16 +218,11 @@ def _zeros(operands: Operands, like: Tensor) -> Results:
 def _tile_problems(
     problem: AttentionProblem, operands: Operands, segment: Segment, x: Tensors, w: Tensors
 ) -> tuple[TileProblem, TileProblem]:
-    """A segment with the operands `x`; and the same with tangents instead, where there are any, but
-    with [dQ, Q] and [K, dK] if both move, whose product is the tangent of the product.
-    """
+    """A segment with the operands `x`, and the same with tangents instead, where there are any."""
     plan = Plan("plain", lse_dtype(operands.q.dtype), 1, max(problem.N, 1), ())
     tp, along = (
         tile_problem(problem, operands._replace(**tensors), segment, plan) for tensors in (x, x | w)
     )
-    if {"q", "k"} <= w.keys():
-        Q, K = torch.cat([along.Q, tp.Q], -1), torch.cat([tp.K, along.K], -1)
-        along = along._replace(Q=Q, K=K)
     return tp, along
 
 
@@ -335,18 +337,24 @@ def sinks(tp: TileProblem, along: TileProblem, names: set[str], rows: int) -> tu
 def score_parts(
     tp: TileProblem, along: TileProblem, names: set[str], m0: int, m1: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-    """S, its tangents dS, V, dV, and dropout's factors of P, for each run of a tile's keys."""
+    """S, its tangents dS, V, dV, and dropout's factors of P, for each run of a tile's keys. `along`
+    may have [dQ, Q] and [K, dK] instead of dQ and dK; derivatives of that are more products.
+    """
     # Where the bias hides a key, its tangents do not show that.
     pair = tp, along._replace(score=tp.score)
     Q, dQ = (fold(x.Q.narrow(2, m0, m1 - m0) * x.score.options.softmax_scale, x.K) for x in pair)
+    is_joined = dQ.shape[-1] > Q.shape[-1]
     for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
         (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in pair)
         S, slope = scores(tp, product(Q, K.mT), m0, m1, run, want_slope=True)
         assert slope is not None
         dS = S
         if names != VALUES:
-            is_moved = "q" in names or "k" in names
-            dS = unfold(product(dQ, dK.mT), tp.Q) if is_moved else torch.zeros_like(S)
+            if {"q", "k"} <= names and not is_joined:
+                QK = product(dQ, K.mT) + product(Q, dK.mT)
+            else:
+                QK = product(dQ, dK.mT) if "q" in names or "k" in names else torch.zeros_like(S)
+            dS = unfold(QK, tp.Q)
             dS = score_tangents(tp, along, names, dS, slope, (m0, m1), run)
         kept = None if tp.dropout is None else tp.dropout.kept(m0, m1, run) / tp.keep
         yield S, dS, V, dV, kept

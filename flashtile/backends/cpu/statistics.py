@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from ...problem import AttentionProblem, Operands, lse_dtype
-from .derivatives import NAMES, Tensors, segments_and_tiles
+from .derivatives import NAMES, Tensors, device_of_indices, segments_and_tiles
 from .launch import tile_problem
 from .plan import Plan
 from .segments import Segment
@@ -30,7 +30,7 @@ def entropy_gradient(
     given = zip(NAMES, operands, strict=False)
     x = {name: tensor.to(dtype) for name, tensor in given if tensor is not None}
     total = {name: torch.zeros_like(tensor) for name, tensor in x.items()}
-    with operands.q.device:  # of index tensors
+    with device_of_indices(operands):
         for segment, tiles in segments_and_tiles(problem, operands):
             for m0, m1 in tiles:
                 # (batch, heads, rows, 1)
