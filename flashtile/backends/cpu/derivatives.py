@@ -39,7 +39,6 @@ from .distances import adjacent_columns
 from .distances import bias_tile as relative_tile
 from .launch import tile_problem
 from .plan import PLAIN_BLOCK_M, PLAIN_BLOCK_N, Plan
-from .products import product
 from .segments import KeyRun, Segment, segments
 from .tiles import (
     INFINITY,
@@ -317,9 +316,9 @@ def tile_tangents(
         if names != VALUES:
             dS.mul_(P)
             mu += dS.sum(-1, keepdim=True)
-            dO += product(fold(dS if kept is None else dS.mul_(kept), tp.K), V)
+            dO += fold(dS if kept is None else dS.mul_(kept), tp.K) @ V
         if "v" in names:
-            dO += product(fold(P if kept is None else P.mul_(kept), tp.K), dV)
+            dO += fold(P if kept is None else P.mul_(kept), tp.K) @ dV
     return unfold(dO, tp.Q) - mu * O, mu.squeeze(-1)
 
 
@@ -346,14 +345,14 @@ def score_parts(
     is_joined = dQ.shape[-1] > Q.shape[-1]
     for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
         (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in pair)
-        S, slope = scores(tp, product(Q, K.mT), m0, m1, run, want_slope=True)
+        S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
         assert slope is not None
         dS = S
         if names != VALUES:
             if {"q", "k"} <= names and not is_joined:
-                QK = product(dQ, K.mT) + product(Q, dK.mT)
+                QK = dQ @ K.mT + Q @ dK.mT
             else:
-                QK = product(dQ, dK.mT) if "q" in names or "k" in names else torch.zeros_like(S)
+                QK = dQ @ dK.mT if "q" in names or "k" in names else torch.zeros_like(S)
             dS = unfold(QK, tp.Q)
             dS = score_tangents(tp, along, names, dS, slope, (m0, m1), run)
         kept = None if tp.dropout is None else tp.dropout.kept(m0, m1, run) / tp.keep
