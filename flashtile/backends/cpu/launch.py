@@ -30,7 +30,7 @@ def forward(
     row; the strides of all but out may be any.
     """
     plan = plan_forward(problem)
-    parts = tuple(segments(problem, operands, by_key_head=plan.kernel == "whole"))
+    parts = tuple(segments(problem, operands, plan.kernel == "whole"))
     q = operands.q
     statistics = lse_dtype(q.dtype)
     dtype = statistics if problem.is_partial else output_dtype(q.dtype)
@@ -78,7 +78,7 @@ def backward(
     sums = SharedGradients(*(x if x is None else torch.zeros(x.shape, dtype=t) for x, t in pairs))
     is_sum = problem.is_partial and not problem.has_whole_queries, *[problem.is_partial] * 2
     dtypes = [lse.dtype if s else x.dtype for s, x in zip(is_sum, (q, k, v), strict=True)]
-    parts = tuple(segments(problem, operands, by_key_head=plan.kernel == "whole"))
+    parts = tuple(segments(problem, operands, plan.kernel == "whole"))
     if (
         add_to is None and len(parts) == 1 and parts[0].is_whole
     ):  # no copy into larger tensors needed
