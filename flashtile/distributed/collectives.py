@@ -5,9 +5,10 @@ start the same exchanges in the same order.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -145,16 +146,19 @@ class ProcessCommunicator:
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout: float | None = None
     ) -> None:
-        self.group = dist.distributed_c10d._get_default_group() if group is None else group
+        group = dist.distributed_c10d._get_default_group() if group is None else group
+        # torch.distributed keeps a group until it is destroyed. Kept here, its threads would run on
+        # while Python ends, and gloo's may abort it.
+        self._group = weakref.ref(group)
         self.timeout = timeout
-        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         # Some ranks may call `all_to_all` while others send a batch, which PyTorch reports as an
         # error if it checks that all ranks call the same collectives.
         self._has_all_to_all = (
             dist.get_debug_level() != dist.DebugLevel.DETAIL
-            and "nccl" in dist.get_backend_config(self.group)
+            and "nccl" in dist.get_backend_config(group)
         )
-        self.global_ranks = [dist.get_global_rank(self.group, rank) for rank in range(self.ranks)]
+        self.global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.ranks)]
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str
@@ -166,6 +170,7 @@ class ProcessCommunicator:
             and can_be_one_operation(self.rank, self.ranks, sends, receives)
         ):
             return self._all_to_all(sends, receives, what)
+        group = self._group() or _destroyed()
         operations, directions = [], []
         for function, tensors, direction in (
             (dist.irecv, receives, "from"),
@@ -175,7 +180,7 @@ class ProcessCommunicator:
                 if x.numel():
                     there = self.global_ranks[peer]
                     sent = x.view(-1).view(torch.uint8)  # which every backend can send
-                    operations.append(dist.P2POp(function, sent, there, self.group))
+                    operations.append(dist.P2POp(function, sent, there, group))
                     directions.append(f"{direction} rank {peer} ({what})")
         if not operations:  # torch.distributed does not take an empty batch
             return DONE
@@ -203,7 +208,8 @@ class ProcessCommunicator:
             [_flat(tensors.get(rank, nothing)) for rank in range(self.ranks)]
             for tensors in (receives, sends)
         )
-        work = dist.all_to_all(out, into, group=self.group, async_op=True)
+        group = self._group() or _destroyed()
+        work = dist.all_to_all(out, into, group=group, async_op=True)
 
         def messages() -> list[str]:
             size = sum(x.numel() * x.element_size() for x in buffers)
@@ -213,13 +219,19 @@ class ProcessCommunicator:
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Communicator`."""
-        here = x
-        if x.device.type == "cpu" and "cpu:" not in dist.get_backend_config(self.group):
+        here, group = x, self._group() or _destroyed()
+        if x.device.type == "cpu" and "cpu:" not in dist.get_backend_config(group):
             # The group connects only GPUs.
-            here = x.to(self.group.bound_device_id or torch.device("cuda"))
+            here = x.to(group.bound_device_id or torch.device("cuda"))
         gathered = [torch.empty_like(here) for _ in range(self.ranks)]
-        dist.all_gather(gathered, here, group=self.group)
+        dist.all_gather(gathered, here, group=group)
         return [part.cpu() for part in gathered]
+
+
+def _destroyed() -> NoReturn:
+    raise RuntimeError(
+        "group: got one that was destroyed by destroy_process_group; make another ContextParallel"
+    )
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class NcclCommunicator(ProcessCommunicator):
 
     def __init__(self, ranks: int) -> None:
         self.rank, self.ranks, self.global_ranks = 0, ranks, list(range(ranks))
-        self.group: Any = None
+        self._group: Any = object
         self._has_all_to_all = True
 
     def _all_to_all(self, sends: Any, receives: Any, what: str) -> Any:

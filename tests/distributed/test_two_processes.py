@@ -20,8 +20,19 @@ import torch.distributed as dist
 import flashtile.distributed
 dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
 torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+parallel = flashtile.distributed.ContextParallel()
+layout = parallel.layout(seq_len=8)
+q, k, v = (torch.randn(1, 8, 1, 8, requires_grad=True) for _ in range(3))
+out = parallel.attention(q, k, v, layout, causal=True)
+out.sum().backward()
 dist.barrier()
 dist.destroy_process_group()
+try:
+    parallel.layout(seq_len=16)
+    parallel.attention(*torch.randn(3, 1, 16, 1, 8), parallel.layout(seq_len=16))
+    raise SystemExit("a group that was destroyed was used")
+except RuntimeError as error:
+    assert "destroyed" in str(error), error
 threads = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
 assert not [name for name in threads if "gloo" in name], threads
 """
