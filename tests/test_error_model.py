@@ -155,3 +155,9 @@ def test_parts_that_are_joined_in_float32(seed):
         got.view(-1)[int(floor.flatten().argmax())] += 4 * floor.max()
         with pytest.raises(AssertionError, match=name):
             assert_close(name, got, wanted, low, floor=floor, dtype=torch.float32)
+
+
+def test_a_sink_without_keys_has_a_floor(seed):
+    """Its gradient is a sum over all rows."""
+    _, _, floor, _ = case(seed, torch.float64, "everything", M=65, N=0)
+    assert (floor["dsink"] > 0).all()

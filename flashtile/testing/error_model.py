@@ -201,7 +201,7 @@ class _Variance(torch.autograd.Function):
         u, N = _unit(dtype), k.shape[1]
         S, S_var, slope, slope_var = _scores(q, k, bias, sink, rule, u)
         if sink is not None:  # one more key, of value zero
-            v = torch.cat((v, torch.zeros_like(v[:, :1])), dim=1)
+            v = torch.cat((v, v.new_zeros(v.shape[0], 1, *v.shape[2:])), dim=1)
         factor = _with_sink(rule.factor.expand(S[..., :N].shape), sink, 1.0)
         dead = torch.isneginf(S).all(-1, keepdim=True)
         L = S.masked_fill(dead, 0).logsumexp(-1, keepdim=True)
