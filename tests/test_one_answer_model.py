@@ -83,7 +83,7 @@ def small() -> Any:
 def real() -> Any:
     try:
         return load(find_model(), "cpu")[0]
-    except MissingInputError as error:
+    except MissingInputError as error:  # only `make demo` installs the model, of 93 MB
         pytest.skip(str(error))
 
 
