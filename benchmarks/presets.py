@@ -209,15 +209,37 @@ def _decode() -> list[Case]:
 
 
 def _prefill() -> list[Case]:
-    """2,048 new tokens after 30,720: as keys in one piece, in a cache, in pages."""
-    plain = plain_case(
-        128, 32768, seqlen_q=2048, heads_q=32, heads_kv=8, causal=True, variant="prefill"
-    )
-    cached = replace(plain, cached=True, variant="prefill, cache")
-    paged = [
-        replace(cached, page_size=size, variant=f"prefill, pages of {size}") for size in (16, 256)
+    """Chunks of a prompt as keys in one piece, in a cache, in pages: 2,048 tokens after 30,720, and
+    512 after 7,680 of each of four sequences."""
+    chunks = [
+        plain_case(
+            128, length, batch=batch, seqlen_q=count, heads_q=32, heads_kv=8, causal=True,
+            variant="prefill",
+        )
+        for batch, count, length in ((1, 2048, 32768), (4, 512, 8192))
+    ]  # fmt: skip
+    stored = [(0, "prefill, cache"), *((n, f"prefill, pages of {n}") for n in (16, 64, 256))]
+    return [
+        case
+        for plain in chunks
+        for case in (
+            plain,
+            *(replace(plain, cached=True, page_size=n, variant=name) for n, name in stored),
+        )
     ]
-    return [plain, cached, *paged]
+
+
+def _few_queries() -> list[Case]:
+    """2 to 16 query tokens for each of 1 to 64 sequences, over 4,096 to 131,072 keys."""
+    sizes = ((1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (64, 4096), (64, 16384))
+    return [
+        plain_case(
+            128, length, batch=batch, seqlen_q=count, heads_q=32, heads_kv=8, causal=True,
+            cached=True, variant=f"{count} queries",
+        )
+        for batch, length in sizes
+        for count in (2, 4, 16)
+    ]  # fmt: skip
 
 
 def _host() -> list[Case]:
@@ -384,8 +406,20 @@ PRESETS = {
             "flashtile fa2 fa3", ("forward",), 0.1, memory=False, accuracy=False, cuda_graph=True
         ),
     ),
+    "gpu-few-queries": Preset(
+        "2 to 16 query tokens for each sequence of a cache, as in speculative decoding",
+        _few_queries(),
+        _settings(
+            "flashtile flashtile-triton flashtile-hopper fa3",
+            ("forward",),
+            0.05,
+            memory=False,
+            accuracy=False,
+            cuda_graph=True,
+        ),
+    ),
     "gpu-prefill": Preset(
-        "2,048 new tokens after 30,720 cached ones, against the same keys in one piece",
+        "chunks of a prompt over cached tokens, against the same keys in one piece",
         _prefill(),
         _settings(
             "flashtile fa3", ("forward",), 0.2, memory=False, accuracy=False, cuda_graph=True

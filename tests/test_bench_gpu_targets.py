@@ -154,7 +154,7 @@ def test_caches_are_compared_with_the_plain_one_of_the_same_sizes() -> None:
     ]
     long = {"prefill": "forward", "prefill, cache": "decode", "prefill, pages of 256": "decode"}
     for name, direction in long.items():
-        rows += _measured(_of("gpu-prefill", variant=name), direction, {"flashtile": 1.0})
+        rows += _measured(_of("gpu-prefill", variant=name, batch=1), direction, {"flashtile": 1.0})
     other = _of("gpu-decode", variant="decode, float8", batch=16, heads_kv=8)  # has no target
     rows += _measured(other, "decode", {"flashtile": 1.0})
     found = _found(rows)
