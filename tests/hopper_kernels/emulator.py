@@ -293,6 +293,8 @@ def inline_asm(asm: str, constraints: str, args: list[Any], **_: Any) -> Any:
         return kept_halves(asm, *args)
     if "nanosleep" in asm:  # `after_products`
         return args[0]
+    if asm.startswith("and.b32"):  # 16-bit numbers or zeros
+        return where(args[1] != 0, args[0], torch.zeros_like(args[0]))
     # Waits for the clock change nothing: any order of the threads is possible anyway.
     assert asm == "mov.b32 $0, 0;" or "%clock" in asm, asm
     return torch.zeros_like(args[0]) if constraints == "=f,f" else 0

@@ -67,8 +67,8 @@ class Descriptor:
     """A tensor as TMA sees it."""
 
     def __init__(self, described: Any) -> None:
-        self.tensor = described.base.as_strided(described.shape, described.strides)
-        self.block_shape, self.strides = list(described.block_shape), described.strides
+        self.base, self.shape, self.strides = described.base, described.shape, described.strides
+        self.block_shape = list(described.block_shape)
         self.dtype, self.layout = described.base.dtype, None
         size = torch.Size(self.block_shape).numel() * described.base.element_size()
         self.block_type = SimpleNamespace(nbytes=size)
@@ -76,16 +76,19 @@ class Descriptor:
     def parts(self, coord: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
         """The elements of the tensor in the box, and those of `x` that they meet."""
         # TMA raises an illegal instruction for anything else.
-        assert int(coord[-1]) * self.tensor.element_size() % 16 == 0
-        inside, outside = [], []
-        for at, length, total in zip(
-            map(int, coord), self.block_shape, self.tensor.shape, strict=True
+        assert int(coord[-1]) * self.base.element_size() % 16 == 0
+        lengths, offset = [], self.base.storage_offset()
+        for at, length, total, stride in zip(
+            map(int, coord), self.block_shape, self.shape, self.strides, strict=True
         ):
             assert at >= 0
-            stop = max(min(at + length, total), at)
-            outside.append(slice(at, stop))
-            inside.append(slice(0, stop - at))
-        return self.tensor[tuple(outside)], x.view(self.block_shape)[tuple(inside)]
+            lengths.append(max(min(length, total - at), 0))
+            offset += at * stride
+        x = x.view(self.block_shape)[tuple(map(slice, lengths))]
+        if x.numel() == 0:
+            return x, x
+        offset %= 2**64 // self.base.element_size()  # as addresses of 64 bits
+        return self.base.as_strided(lengths, self.strides, offset), x
 
 
 def load(p: Pointer, mask: Any = None, other: Any = 0) -> Tile:

@@ -30,13 +30,13 @@ from ..shared.pipeline import (
     aggregate,
     arrive_alone,
     copy_to_global,
+    corner_of,
     empty_accumulator,
     left_operand,
     opaque_zero,
     opaque_zeros,
     recast,
     row_values,
-    rows_of_heads,
     shared_rows,
     shared_value,
     show_written,
@@ -99,6 +99,14 @@ from .schedule import (
 def products_along(cfg):
     """Number of products that cover all columns of K, each over a power of two of columns."""
     return 1 if cfg.TAIL_D == 0 else 2
+
+
+@gluon.constexpr_function
+def has_hidden_scores(cfg):
+    """Whether a block of scores that needs a mask may hide a key from some queries only. Otherwise
+    it needs one because keys are past the end, and hides these from all queries.
+    """
+    return cfg.HAS_RIGHT or ends_masked(cfg)
 
 
 @gluon.constexpr_function
@@ -278,8 +286,6 @@ def probabilities(
             p, factor = without_hidden(p, factor, lse_log2)
     if cfg.HAS_SOFTCAP:
         factor = factor * (1.0 - t * t)
-        if IS_MASKED and cfg.IS_PACKED:  # memory after the last row may contain NaN
-            factor = masked_rows(factor, 0.0, keys.start - m0, keys.stop - m0, cfg)
     return p, factor
 
 
@@ -321,6 +327,21 @@ def score_gradient(factor, dp, minus_delta, cfg: gl.constexpr):
         dp = gl.where(factor < 0.0, minus_delta[None, :], dp)
         factor = gl.abs(factor)
     return factor * dp
+
+
+@gluon.jit
+def rows_or_zeros(x, there):
+    """16-bit `x` (64, columns), zero in the rows that are not `there` (64,), two numbers with each
+    instruction.
+
+    dS of keys past the end: their rows of K are zero, but with a log-sum-exp below zero their P may
+    be inf, and dQ = dS K would be NaN. Only their dV, which is not stored, depends on their P.
+    """
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    kept = gl.convert_layout(gl.where(there, -1, 0), LAYOUT, assert_trivial=True)[:, None]
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r,r", [x, kept], dtype=x.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -499,7 +520,7 @@ def query_loop(
     """
     channels.k.acquire(count)
     channels.v.acquire(count)
-    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+    if cfg.HAS_HIDDEN_KEYS:
         clear_keys(ME, channels, work, sizes, mask, cfg)
     sums = no_sums(work.n, cfg)
     k = own_rows(ME, channels.k, 0, False, cfg)
@@ -594,8 +615,8 @@ def step(
     k = own_rows(ME, channels.k, zero, False, cfg)
     bits = bits_of(m, keys, cfg)
     m = block_at(m, keys.entries, cfg)
-    if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):
-        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+    if IS_MASKED and cfg.HAS_DEAD_ROWS:
+        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), cfg)
         clear_queries(ME, channels, i, rows, cfg)
     channels.dout.acquire(i)
     if not cfg.HAS_V_IN_REGISTERS:
@@ -610,21 +631,25 @@ def step(
     key = work.n0 + ME * CONSUMER_ROWS + (zero if cfg.HAS_ALIBI and cfg.HAS_LISTS else 0)
     place = Place(work.b, draws.h, key, m * cfg.BLOCK_M)
     kept = kept_by_dropout(ME, m, draws, work, cfg)
-    p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, IS_MASKED, cfg)
+    MASK_P: gl.constexpr = IS_MASKED and has_hidden_scores(cfg)
+    p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, MASK_P, cfg)
     p = kept_probabilities(p, dtype, cfg)
     s, lse, sums = end_of_step(
-        ME, p, factor, dp, lse, sums, added, count, i, total, k, all_keys, outputs, channels, cfg
-    )
+        ME, p, factor, dp, lse, sums, added, count, i, total, keys, k, all_keys, outputs, channels,
+        IS_MASKED and not MASK_P, cfg,
+    )  # fmt: skip
     added = base + m
     return s, lse, sums, added
 
 
 @gluon.jit
 def end_of_step(
-    ME: gl.constexpr, p, factor, dp, lse, sums, added, count, i, total, k, all_keys, outputs,
-    channels, cfg: gl.constexpr,
+    ME: gl.constexpr, p, factor, dp, lse, sums, added, count, i, total, keys, k, all_keys, outputs,
+    channels, IS_MASKED: gl.constexpr, cfg: gl.constexpr,
 ):  # fmt: skip
-    """The part of a step after P, and dQ of the previous step."""
+    """The part of a step after P, and dQ of the previous step; IS_MASKED if dS of keys past the end
+    is masked instead of P.
+    """
     dtype: gl.constexpr = p.dtype
     PARTS: gl.constexpr = products_along(cfg)
     # Uses of the rings of dS and dQ, of which each tile's first one belongs to no step.
@@ -637,6 +662,8 @@ def end_of_step(
         minus_delta = statistic(channels.delta, i, cfg)
     # (64, BLOCK_M)
     ds = score_gradient(factor, dp, minus_delta, cfg).to(dtype)
+    if IS_MASKED:
+        ds = rows_or_zeros(ds, keys.stop > 0)
     dk, dk_tail = add_product(ds, channels.q, i, sums.dk, sums.dk_tail, cfg)
     if cfg.IS_DQ_FIRST:
         channels.ds.acquire(j)
@@ -854,20 +881,10 @@ def store_rows(
         store_float32(x, ptr, row, COLUMN, DIM, start, N, head, sizes.heads)
     else:
         COLUMNS: gl.constexpr = x.shape[1]
-        rows = tile.reshape([CONSUMER_ROWS, COLUMNS])
-        rows.store(x.to(tile.dtype))
-        if cfg.IS_PACKED:
-            LAYOUT: gl.constexpr = rows_of_heads(COLUMNS, CONSUMER_WARPS)
-            # (64, COLUMNS)
-            x = rows.load(LAYOUT)
-            offs = row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-            dims = COLUMN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-            offsets = (start + offs).to(gl.int64) * desc.strides[1]
-            offsets = gl.multiple_of(offsets + head.to(gl.int64) * desc.strides[2], [1, 8])
-            gl.store(ptr + offsets + dims, x, mask=(offs < N) & (dims < DIM))
-        else:
-            fence_async_shared()
-            copy_to_global(desc, [work.b, row, head, COLUMN], tile)
+        tile.reshape([CONSUMER_ROWS, COLUMNS]).store(x.to(tile.dtype))
+        fence_async_shared()
+        corner = corner_of(work.b, start, N, row, head, cfg.IS_PACKED)
+        copy_to_global(desc, corner + (COLUMN,), tile.reshape(desc.block_shape))
 
 
 # The consumers above 128 columns. A tile has 64 keys. The registers of a consumer hold dV or dK of
@@ -961,7 +978,7 @@ def value_consumer(outputs, channels, tile, sizes, at, mask, score, cfg: gl.cons
 def value_loop(outputs, channels, work, sizes, mask, score, cfg: gl.constexpr):
     """The loop over this program's query blocks that see the tile, head by head; returns dV."""
     channels.k.acquire(0)
-    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+    if cfg.HAS_HIDDEN_KEYS:
         kept = kept_keys(work, sizes, mask, cfg)
         clear_slot(VALUES, channels.k, 0, kept, kind_of_keys(cfg), None, cfg)
     dv, tail = no_sum(work.n, cfg.BLOCK_DV, cfg.TAIL_DV)
@@ -1037,8 +1054,8 @@ def value_step(
     )  # of the previous step, if any
     lse = statistic(channels.lse, i, cfg)
     place = Place(work.b, draws.h, work.n0, m * cfg.BLOCK_M)
-    if IS_MASKED and (cfg.IS_PACKED or cfg.HAS_DEAD_ROWS):  # before Q and its lse are released
-        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+    if IS_MASKED and cfg.HAS_DEAD_ROWS:  # before Q and its lse are released
+        rows = kept_rows(m, keys.dead, channels.lse.index(i % cfg.Q_STAGES), cfg)
         clear_slot(VALUES, channels.dout, i, rows, kind_of_rows(cfg), None, cfg)
     kept = kept_by_dropout(0, m, draws, work, cfg)
     # (64, BLOCK_M)
@@ -1110,7 +1127,7 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
     """
     channels.k.acquire(0)
     channels.v.acquire(0)
-    if cfg.IS_PACKED or cfg.HAS_HIDDEN_KEYS:
+    if cfg.HAS_HIDDEN_KEYS:
         kept = kept_keys(work, sizes, mask, cfg)
         clear_slot(KEYS, channels.v, 0, kept, kind_of_keys(cfg), None, cfg)
     dk, tail = no_sum(work.n, cfg.BLOCK_D, cfg.TAIL_D)
@@ -1125,12 +1142,6 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
         listed = listed_blocks(g, work.end - work.begin, work, sizes, mask, cfg)
         begin, _, _, end = own_blocks(g, listed, work, cfg)
         m = end - 1
-        if cfg.IS_PACKED:  # the sequence may end in this block
-            dk, tail = key_step(
-                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
-            )  # fmt: skip
-            i += 1
-            m -= 1
         full_begin = begin  # the blocks before it may have rows that see no key
         if cfg.HAS_DEAD_ROWS:
             full_begin = gl.minimum(gl.maximum(gl.cdiv(dead, cfg.BLOCK_M), begin), m + 1)
@@ -1164,7 +1175,7 @@ def key_step(
     if HAS_CLEARED:
         if cfg.HAS_DEAD_ROWS and cfg.HAS_LISTS:  # the log-sum-exp comes with Q
             channels.q.acquire(i)
-        rows = kept_rows(m, dead, channels.lse.index(i % cfg.Q_STAGES), work, cfg)
+        rows = kept_rows(m, dead, channels.lse.index(i % cfg.Q_STAGES), cfg)
         # With a sink, delta has the gradient of the log-sum-exp.
         delta = channels.delta.index(i % cfg.DO_STAGES)
         clear_slot(KEYS, channels.dout, i, rows, KIND, delta, cfg)

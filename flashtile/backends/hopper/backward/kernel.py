@@ -71,12 +71,13 @@ from ..shared.pipeline import (
     Channel,
     Described,
     copy_to_shared,
+    corner_of,
     make_channel,
     make_queue,
     run_roles,
     shared_rows,
 )
-from ..shared.schedule import NUMBERS, Mask, batch_of, next_number
+from ..shared.schedule import NUMBERS, Mask, next_number
 from ..shared.softmax import Dropout, Score
 from .consumer import (
     consumer,
@@ -265,11 +266,11 @@ def producer(inputs, channels, tile, order, sizes, at, mask, cfg: gl.constexpr):
     else:
         work = key_work(tile, sizes, at, mask, cfg)
         if work.end > work.begin:
-            load_keys(inputs.k, channels.k, 0, work, at)
-            load_keys(inputs.v, channels.v, 0, work, at)
+            load_keys(inputs.k, channels.k, 0, work, cfg)
+            load_keys(inputs.v, channels.v, 0, work, cfg)
         wait_for_earlier_kernels()
         if work.end > work.begin:
-            load_queries(inputs, channels, 0, work.n * 0, work, sizes, at, mask, cfg)
+            load_queries(inputs, channels, 0, work.n * 0, work, sizes, mask, cfg)
 
 
 @gluon.jit
@@ -284,25 +285,25 @@ def load_all(inputs, channels, order, sizes, at, mask, cfg: gl.constexpr):
         work = key_work(listed_tile(number, order, sizes, cfg), sizes, at, mask, cfg)
         if work.end > work.begin:
             put_key_work(channels.work, count, work)
-            i = load_queries(inputs, channels, count, i, work, sizes, at, mask, cfg)
+            i = load_queries(inputs, channels, count, i, work, sizes, mask, cfg)
             count += 1
         number = next_number(order.counter)
     put_no_work(channels.work, count)
 
 
 @gluon.jit
-def load_keys(x, channel, count, work, at):
+def load_keys(x, channel, count, work, cfg: gl.constexpr):
     """Load K or V of tile `count`."""
-    batch = batch_of(work.b, at.cu_seqlens_k)
-    load_tile(x, channel, count, batch, work.start_k + work.n0, work.kv_head, 0)
+    PACKED: gl.constexpr = cfg.IS_PACKED
+    corner = corner_of(work.b, work.start_k, work.N, work.n0, work.kv_head, PACKED)
+    load_tile(x, channel, count, corner, 0)
 
 
 @gluon.jit
-def load_queries(inputs, channels, count, i, work, sizes, at, mask, cfg: gl.constexpr):
+def load_queries(inputs, channels, count, i, work, sizes, mask, cfg: gl.constexpr):
     """Load all blocks of queries of tile `count`, after `i` blocks; return the number of blocks so
     far. A persistent program loads the first block before the keys, whose slots are free later.
     """
-    batch = batch_of(work.b, at.cu_seqlens_q)
     begin = i
     first_head, stop_head = own_heads(work, sizes, cfg)
     for g in range(first_head, stop_head):
@@ -311,34 +312,36 @@ def load_queries(inputs, channels, count, i, work, sizes, at, mask, cfg: gl.cons
         first, stop = own_steps(g, listed.count, work, cfg)
         for j in range(first, stop):
             block = block_at(visited_block(j, listed, work, cfg), listed.entries, cfg)
-            row = work.start_q + block * cfg.BLOCK_M
+            row = block * cfg.BLOCK_M
+            corner = corner_of(work.b, work.start_q, work.M, row, h, cfg.IS_PACKED)
             index = h * sizes.blocks + work.first_block + block
             BYTES: gl.constexpr = inputs.lse.block_type.nbytes
-            full = load_tile(inputs.q, channels.q, i, batch, row, h, BYTES)
+            full = load_tile(inputs.q, channels.q, i, corner, BYTES)
             slot = i % cfg.Q_STAGES
             copy_to_shared(inputs.lse, [index, 0], full, channels.lse.index(slot))
-            full = load_tile(inputs.dout, channels.dout, i, batch, row, h, BYTES)
+            full = load_tile(inputs.dout, channels.dout, i, corner, BYTES)
             slot = i % cfg.DO_STAGES
             copy_to_shared(inputs.delta, [index, 0], full, channels.delta.index(slot))
             if cfg.IS_PERSISTENT:  # noqa: SIM102 -- known while compiling
                 if i == begin:  # V is released before K
-                    load_keys(inputs.v, channels.v, count, work, at)
-                    load_keys(inputs.k, channels.k, count, work, at)
+                    load_keys(inputs.v, channels.v, count, work, cfg)
+                    load_keys(inputs.k, channels.k, count, work, cfg)
             i += 1
     return i
 
 
 @gluon.jit
-def load_tile(x, channel, i, batch, row, head, MORE: gl.constexpr):
-    """Start the copy of the rows from `row` into slot `i`; rows past the end of the tensor are
-    zero. Return the slot's full barrier, which also waits for MORE bytes.
+def load_tile(x, channel, i, corner, MORE: gl.constexpr):
+    """Start the copy of the rows from `corner_of` on into slot `i`; rows past the end of the
+    sequence are zero. Return the slot's full barrier, which also waits for MORE bytes.
     """
     COLUMNS: gl.constexpr = channel.tiles.shape[4]
     BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + channel.TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES + MORE)
-    copy_to_shared(x.tiles, [batch, row, head, 0], full, channel.tile(i))
+    copy_to_shared(x.tiles, corner + (0,), full, channel.tile(i).reshape(x.tiles.block_shape))
     if channel.TAIL > 0:
-        copy_to_shared(x.tails, [batch, row, head, COLUMNS], full, channel.tail(i))
+        tail = channel.tail(i).reshape(x.tails.block_shape)
+        copy_to_shared(x.tails, corner + (COLUMNS,), full, tail)
     return full
 
 

@@ -23,7 +23,13 @@ from ....masks import as_kernel_number
 from ....problem import AttentionProblem, Operands
 from ..forward.plan import CONSUMER_ROWS
 from ..shared.block_lists import BlockLists, lists_by_keys
-from ..shared.launch import descriptor, readable, sequences_of, with_functions
+from ..shared.launch import (
+    descriptor,
+    descriptor_of_sequences,
+    readable,
+    sequences_of,
+    with_functions,
+)
 from ..shared.schedule import most_tiles
 from ..shared.softmax import Pointers
 from ..shared.span_lists import (
@@ -459,6 +465,7 @@ def descriptors(
     """
     found: dict[str, TensorDescriptor | None] = {}
     of_keys, of_values = (config.BLOCK_D, config.TAIL_D), (config.BLOCK_DV, config.TAIL_DV)
+    describe = descriptor_of_sequences if config.IS_PACKED else descriptor
     for name, x, rows, (columns, tail) in (
         ("q", readable(operands.q), config.BLOCK_M, of_keys),
         ("k", readable(operands.k), config.BLOCK_N, of_keys),
@@ -469,7 +476,7 @@ def descriptors(
     ):
         for part, size in (("desc", columns), ("tail_desc", tail)):
             is_there = size and x.dtype == operands.q.dtype
-            found[f"{name}_{part}"] = descriptor(x, rows, size) if is_there else None
+            found[f"{name}_{part}"] = describe(x, rows, size) if is_there else None
     return found
 
 

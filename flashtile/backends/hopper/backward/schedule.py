@@ -457,10 +457,8 @@ def first_seeing_row(work, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def kept_keys(work, sizes, mask, cfg: gl.constexpr):
-    """Which keys of the tile are kept: those that some query sees, in the sequence."""
+    """Which keys of the tile are kept: those that some query sees."""
     first, by, stop = work.n0, work.n0, work.n * 0 + cfg.BLOCK_N
-    if cfg.IS_PACKED:
-        stop = work.N - work.n0
     if kind_of_keys(cfg) == "marks":
         by = marks_of(work.b, work.kv_head * sizes.group, sizes, mask) + work.n0
     elif kind_of_keys(cfg) == "range":
@@ -469,23 +467,19 @@ def kept_keys(work, sizes, mask, cfg: gl.constexpr):
 
 
 @gluon.jit
-def kept_rows(m, dead, lse, work, cfg: gl.constexpr):
-    """Which rows of block `m` are kept: those that see some key, in the sequence. `dead` is
-    `first_seeing_row`, `lse` the statistics of the block.
+def kept_rows(m, dead, lse, cfg: gl.constexpr):
+    """Which rows of block `m` are kept: those that see some key. `dead` is `first_seeing_row`,
+    `lse` the statistics of the block.
     """
-    stop = m * 0 + cfg.BLOCK_M
-    if cfg.IS_PACKED:
-        stop = work.M - m * cfg.BLOCK_M
-    return Kept(dead - m * cfg.BLOCK_M, stop, lse)
+    return Kept(dead - m * cfg.BLOCK_M, m * 0 + cfg.BLOCK_M, lse)
 
 
 @gluon.constexpr_function
 def has_masked_end(cfg):
-    """Whether rows past the end are masked. In packed tensors, they belong to another sequence;
-    those of a dense tensor are zero and have P = 0 (their log-sum-exp is +inf), unless a score
-    function gives NaN there.
+    """Whether rows past the end are masked. TMA fills them with zeros and they have P = 0 (their
+    log-sum-exp is +inf), unless a score function gives NaN there.
     """
-    return cfg.IS_PACKED or cfg.SCORE_MOD is not None
+    return cfg.SCORE_MOD is not None
 
 
 @gluon.jit

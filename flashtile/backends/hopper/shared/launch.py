@@ -16,7 +16,7 @@ from ....gpu.score_source import GLUON, GRADIENT, SCORE, function_of, source_of
 from ....lru import Memo, memoised
 from ....problem import Operands, Options
 from ....score_mod.derivative import UNCHANGED, by_score
-from .pipeline import shared_rows
+from .pipeline import ROWS_END, shared_rows
 from .schedule import Sequences
 
 
@@ -35,6 +35,17 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     if x.dim() == 3:
         shape, strides = [1, *shape], [shape[0] * strides[0], *strides]
     return in_boxes(x, shape, strides, [1, rows, 1, columns])
+
+
+def descriptor_of_sequences(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of packed `x` (row, head, dim) in boxes that end with their sequence: TMA reads
+    zeros after it, and writes nothing there. `pipeline.corner_of` has the indices.
+    """
+    row, head, _ = x.stride()
+    end, (_, heads, dim) = ROWS_END.value, x.shape
+    # 2^30 times 2^34 elements of any size are no distance in memory.
+    strides = [2**34 - row, row, row, head, 1]
+    return in_boxes(x, [end + 1, end, end, heads, dim], strides, [1, 1, rows, 1, columns])
 
 
 def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> TensorDescriptor:

@@ -354,6 +354,26 @@ def store_float32(
 # consumers count their uses themselves.
 
 
+# TMA clips a box at the end of a dimension, and a packed sequence may end anywhere. So descriptors
+# of packed rows (`launch.descriptor_of_sequences`) have two more dimensions, and row `row` of a
+# sequence of `count` rows has the index ROWS_END - count + row, which is outside from row `count`
+# on. The other two indices make up for it: offsets in memory are multiples of strides modulo 2^64
+# (`triton.tools.ragged_tma`).
+ROWS_END = gl.constexpr(2**30)
+
+
+@gluon.jit
+def corner_of(b, start, count, row, head, IS_PACKED: gl.constexpr):
+    """The first indices of the box from `row` on, of sequence `b` with `count` rows from `start`
+    on; the column follows.
+    """
+    if IS_PACKED:
+        corner = (ROWS_END, start + count, ROWS_END - count + row, head)
+    else:
+        corner = (b, row, head)
+    return corner
+
+
 class Described(NamedTuple):
     """The TMA descriptors of a tensor of head rows: for tiles of its first columns and, if the
     head dim is not a power of two, for its tail.
