@@ -266,11 +266,17 @@ def test_large_inputs_stay_finite():
     check(*describe((q, k, v), Dense(), given), given, seed=3)
 
 
-def test_keys_past_the_end_weigh_nothing():
-    """Their score is 0 where all others are about -128, so that exp(0 - lse) is infinite."""
-    g = generator(6)
-    q, k, v = qkv(g, B=1, M=100, N=200, Hq=1, Hk=1, D=64, dtype=torch.bfloat16)
-    check(*describe((q / 8 + 4, k / 8 - 4, v), Dense(), {}), {}, seed=6)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_keys_past_the_end_weigh_nothing(head_dim: int, is_packed: bool):
+    """Their score is 0 where all others are at most -128, so that exp(0 - lse) is infinite."""
+    layout = None
+    if is_packed:
+        (q, k, v), layout, _ = packed_inputs(6, head_dim, [100, 60], [200, 70], {})
+    else:
+        q, k, v = qkv(generator(6), B=1, M=100, N=200, D=head_dim, dtype=torch.bfloat16)
+    inputs = q / 8 + 4, k / 8 - 4, v
+    check(*describe(inputs, layout or Dense(), {}), {}, layout, seed=6)
 
 
 @pytest.mark.parametrize(

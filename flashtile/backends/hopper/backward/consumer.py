@@ -24,13 +24,14 @@ from ..shared.pipeline import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
     FIRST_BARRIER,
+    BoxRows,
     Channel,
     accumulator,
     after_products,
     aggregate,
     arrive_alone,
+    box_at,
     copy_to_global,
-    corner_of,
     empty_accumulator,
     left_operand,
     opaque_zero,
@@ -769,7 +770,7 @@ def acquire_if(channel, i, there):
     mbarrier.wait(channel.full.index(slot), (i // channel.SLOTS) & 1, pred=there)
 
 
-# Keys that no query sees, queries that see no key, and rows past the end of a packed sequence
+# Keys that no query sees, and queries that see no key
 
 
 @gluon.jit
@@ -857,7 +858,7 @@ def store_gradient(
     sizes, cfg: gl.constexpr,
 ):  # fmt: skip
     """Store this consumer's half of dK or dV, or its tail, through the ring of `channel`: by TMA,
-    which clips at the end of the tensor, or by the threads if another sequence may follow.
+    which clips at the end of the sequence.
     """
     slots = channel.tails if IS_TAIL else channel.tiles
     desc = described.tails if IS_TAIL else described.tiles
@@ -883,8 +884,8 @@ def store_rows(
         COLUMNS: gl.constexpr = x.shape[1]
         tile.reshape([CONSUMER_ROWS, COLUMNS]).store(x.to(tile.dtype))
         fence_async_shared()
-        corner = corner_of(work.b, start, N, row, head, cfg.IS_PACKED)
-        copy_to_global(desc, corner + (COLUMN,), tile.reshape(desc.block_shape))
+        box = box_at(BoxRows(work.b, start, N, row, head), COLUMN, cfg.IS_PACKED)
+        copy_to_global(desc, box, tile.reshape(desc.block_shape))
 
 
 # The consumers above 128 columns. A tile has 64 keys. The registers of a consumer hold dV or dK of
@@ -1147,14 +1148,14 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
             full_begin = gl.minimum(gl.maximum(gl.cdiv(dead, cfg.BLOCK_M), begin), m + 1)
         for _ in range(full_begin, m + 1):
             dk, tail = key_step(
-                dk, tail, i, m, base, dead, listed, v, outputs, channels, work, False, cfg
+                dk, tail, i, m, base, dead, listed, v, outputs, channels, False, cfg
             )  # fmt: skip
             i += 1
             m -= 1
         if cfg.HAS_DEAD_ROWS:
             for _ in range(begin, full_begin):
                 dk, tail = key_step(
-                    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, True, cfg
+                    dk, tail, i, m, base, dead, listed, v, outputs, channels, True, cfg
                 )  # fmt: skip
                 i += 1
                 m -= 1
@@ -1163,7 +1164,7 @@ def key_loop(outputs, channels, work, sizes, mask, cfg: gl.constexpr):
 
 @gluon.jit
 def key_step(
-    dk, tail, i, m, base, dead, listed, v, outputs, channels, work, HAS_CLEARED: gl.constexpr,
+    dk, tail, i, m, base, dead, listed, v, outputs, channels, HAS_CLEARED: gl.constexpr,
     cfg: gl.constexpr,
 ):  # fmt: skip
     """Process one block of queries: compute dS from P of the other consumer; add to dK and dQ."""
@@ -1226,7 +1227,7 @@ def issue_columns_of_dq(FIRST: gl.constexpr, COLUMNS: gl.constexpr, k, channels,
     return warpgroup_mma(ds, columns, empty_accumulator(COLUMNS), use_acc=False, is_async=True)
 
 
-# Keys that no query sees, queries that see no key, and rows past the end of a packed sequence
+# Keys that no query sees, and queries that see no key
 
 
 @gluon.jit

@@ -68,10 +68,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.intrinsics import let_next_kernel_start, wait_for_earlier_kernels
 from ..shared.pipeline import (
+    BoxRows,
     Channel,
     Described,
+    box_at,
     copy_to_shared,
-    corner_of,
     make_channel,
     make_queue,
     run_roles,
@@ -142,8 +143,8 @@ class Outputs(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """Pointers to dk and dv, for packed sequences; with cfg.IS_PARTED, to the sums of the parts,
-    see `dq.store_part`.
+    """Pointers to dk and dv, for sums in float32; with cfg.IS_PARTED, to the sums of the parts, see
+    `dq.store_part`.
     """
 
     dk: Any
@@ -294,9 +295,8 @@ def load_all(inputs, channels, order, sizes, at, mask, cfg: gl.constexpr):
 @gluon.jit
 def load_keys(x, channel, count, work, cfg: gl.constexpr):
     """Load K or V of tile `count`."""
-    PACKED: gl.constexpr = cfg.IS_PACKED
-    corner = corner_of(work.b, work.start_k, work.N, work.n0, work.kv_head, PACKED)
-    load_tile(x, channel, count, corner, 0)
+    rows = BoxRows(work.b, work.start_k, work.N, work.n0, work.kv_head)
+    load_tile(x, channel, count, rows, 0, cfg)
 
 
 @gluon.jit
@@ -312,14 +312,13 @@ def load_queries(inputs, channels, count, i, work, sizes, mask, cfg: gl.constexp
         first, stop = own_steps(g, listed.count, work, cfg)
         for j in range(first, stop):
             block = block_at(visited_block(j, listed, work, cfg), listed.entries, cfg)
-            row = block * cfg.BLOCK_M
-            corner = corner_of(work.b, work.start_q, work.M, row, h, cfg.IS_PACKED)
+            rows = BoxRows(work.b, work.start_q, work.M, block * cfg.BLOCK_M, h)
             index = h * sizes.blocks + work.first_block + block
             BYTES: gl.constexpr = inputs.lse.block_type.nbytes
-            full = load_tile(inputs.q, channels.q, i, corner, BYTES)
+            full = load_tile(inputs.q, channels.q, i, rows, BYTES, cfg)
             slot = i % cfg.Q_STAGES
             copy_to_shared(inputs.lse, [index, 0], full, channels.lse.index(slot))
-            full = load_tile(inputs.dout, channels.dout, i, corner, BYTES)
+            full = load_tile(inputs.dout, channels.dout, i, rows, BYTES, cfg)
             slot = i % cfg.DO_STAGES
             copy_to_shared(inputs.delta, [index, 0], full, channels.delta.index(slot))
             if cfg.IS_PERSISTENT:  # noqa: SIM102 -- known while compiling
@@ -331,17 +330,18 @@ def load_queries(inputs, channels, count, i, work, sizes, mask, cfg: gl.constexp
 
 
 @gluon.jit
-def load_tile(x, channel, i, corner, MORE: gl.constexpr):
-    """Start the copy of the rows from `corner_of` on into slot `i`; rows past the end of the
-    sequence are zero. Return the slot's full barrier, which also waits for MORE bytes.
+def load_tile(x, channel, i, rows, MORE: gl.constexpr, cfg: gl.constexpr):
+    """Start the copy of `BoxRows` into slot `i`; those past the end of the sequence are zero.
+    Return the slot's full barrier, which also waits for MORE bytes.
     """
     COLUMNS: gl.constexpr = channel.tiles.shape[4]
     BYTES: gl.constexpr = x.tiles.block_type.nbytes * (COLUMNS + channel.TAIL) // COLUMNS
     full = channel.acquire_empty(i, BYTES + MORE)
-    copy_to_shared(x.tiles, corner + (0,), full, channel.tile(i).reshape(x.tiles.block_shape))
+    tile = channel.tile(i).reshape(x.tiles.block_shape)
+    copy_to_shared(x.tiles, box_at(rows, 0, cfg.IS_PACKED), full, tile)
     if channel.TAIL > 0:
         tail = channel.tail(i).reshape(x.tails.block_shape)
-        copy_to_shared(x.tails, corner + (COLUMNS,), full, tail)
+        copy_to_shared(x.tails, box_at(rows, COLUMNS, cfg.IS_PACKED), full, tail)
     return full
 
 

@@ -39,7 +39,7 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def descriptor_of_sequences(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of packed `x` (row, head, dim) in boxes that end with their sequence: TMA reads
-    zeros after it, and writes nothing there. `pipeline.corner_of` has the indices.
+    zeros after it, and writes nothing there. `pipeline.box_at` has the indices.
     """
     row, head, _ = x.stride()
     end, (_, heads, dim) = ROWS_END.value, x.shape

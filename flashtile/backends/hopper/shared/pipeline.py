@@ -357,21 +357,30 @@ def store_float32(
 # TMA clips a box at the end of a dimension, and a packed sequence may end anywhere. So descriptors
 # of packed rows (`launch.descriptor_of_sequences`) have two more dimensions, and row `row` of a
 # sequence of `count` rows has the index ROWS_END - count + row, which is outside from row `count`
-# on. The other two indices make up for it: offsets in memory are multiples of strides modulo 2^64
+# on. The other two indices make up for it: addresses are sums of indices times strides modulo 2^64
 # (`triton.tools.ragged_tma`).
 ROWS_END = gl.constexpr(2**30)
 
 
+class BoxRows(NamedTuple):
+    """The rows of a box of one head: those of sequence `b` from `row` on."""
+
+    b: Any
+    start: Any  # first row of the sequence, if packed
+    count: Any  # number of rows of the sequence
+    row: Any
+    head: Any
+
+
 @gluon.jit
-def corner_of(b, start, count, row, head, IS_PACKED: gl.constexpr):
-    """The first indices of the box from `row` on, of sequence `b` with `count` rows from `start`
-    on; the column follows.
-    """
+def box_at(rows, column, IS_PACKED: gl.constexpr):
+    """The indices of the box of `BoxRows` from `column` on."""
     if IS_PACKED:
-        corner = (ROWS_END, start + count, ROWS_END - count + row, head)
+        stop = rows.start + rows.count
+        indices = [ROWS_END, stop, ROWS_END - rows.count + rows.row, rows.head, column]
     else:
-        corner = (b, row, head)
-    return corner
+        indices = [rows.b, rows.row, rows.head, column]
+    return indices
 
 
 class Described(NamedTuple):

@@ -571,9 +571,10 @@ def batch_of(b, cu_seqlens):
 # Keys that no query of their sequence sees, and queries that see no key, may hold anything.
 #
 # Their weight is zero, but zero times NaN is NaN. So their rows in shared memory are zeroed before
-# a product sums over them: in the forward those of V, in the backward those of K, V, Q and dO. Rows
-# past the end of a packed sequence, which belong to another one or to none, are cleared likewise.
-# Consumers that share a tile write the same values, so they need not wait for each other.
+# a product sums over them: in the forward those of V, in the backward those of K, V, Q and dO. The
+# forward also clears rows past the end of a packed sequence, which belong to another one or to
+# none; in the backward, TMA does not load them (`pipeline.box_at`). Consumers that share a tile
+# write the same values, so they need not wait for each other.
 #
 # The mask rules hide the first keys of a sequence, or its first queries see nothing. A block mask
 # and spans may hide any key: before the kernel, each key gets a mark. A query that sees no key has
