@@ -737,6 +737,20 @@ HOPPER: list[Planted] = [
         "tests/hopper_kernels/test_backward_emulated.py::test_packed -k 64",
     ),
     Planted(
+        "hopper: end of a packed sequence in the backward",
+        "box_at",
+        "stop, ROWS_END - rows.count + rows.row",
+        "rows.start, rows.row",
+        "tests/hopper_kernels/test_backward_emulated.py::test_packed -k 64",
+    ),
+    Planted(
+        "hopper: dS of keys past the end",
+        "end_of_step",
+        "ds = rows_or_zeros(ds, keys.stop > 0)",
+        "pass",
+        "tests/hopper_kernels/test_backward_emulated.py::test_keys_past_the_end_weigh_nothing",
+    ),
+    Planted(
         "hopper: last block of a span",
         "kinds",
         "(greatest_stop > n0)",
