@@ -6,6 +6,7 @@ import torch
 import flashtile
 from flashtile.call import converted_masks
 from flashtile.call.converted_masks import block_mask
+from flashtile.masks import BlockMask
 from flashtile.testing import attention_reference, generator, normal, qkv
 
 
@@ -130,3 +131,23 @@ def test_fake_tensors_and_vmap(call):
     got = torch.vmap(lambda mask: flashtile.attention(**call, attn_mask=mask))(masks)
     wanted = torch.stack([flashtile.attention(**call, attn_mask=mask) for mask in masks])
     torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_where_the_host_cannot_read_a_mask_of_several_tiles_it_is_no_bias(rows, monkeypatch):
+    """In which NaN in a hidden key would reach every row on a GPU."""
+    monkeypatch.setattr(converted_masks, "CPU_TILE", (4, 4))
+    masks = torch.rand(3, 2, 1, rows, 11, generator=generator(3)) < 0.5
+    masks[..., 8:], masks[0, 0] = False, True
+
+    def parts(mask):
+        found = converted_masks.options_of(mask, 9, 11)["block_mask"]
+        return found.kinds, found.partial_index, found.partial_tiles
+
+    compiled = torch.compile(parts, fullgraph=True, dynamic=True, backend="eager")
+    mapped = zip(*torch.vmap(parts)(masks), strict=True)
+    for mask, of_transform in zip(masks, mapped, strict=True):
+        for found in (of_transform, compiled(mask)):
+            dense = BlockMask(*found, (9, 11)).to_dense(9, 11)
+            assert torch.equal(dense, mask.expand(2, 1, 9, 11))
+            assert torch.equal(found[0], parts(mask)[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..masks import BlockMask
-from ..masks.block_mask import checked_pair
+from ..masks.block_mask import checked_pair, with_every_tile
 from . import checks
 from .layouts import Cached, Dense, Layout
 
@@ -108,13 +108,12 @@ def options_of(mask: Tensor, M: int, N: int) -> dict[str, Any]:
 
     Returns:
         ``{"block_mask": ...}``, which skips empty tiles and does not mask full ones; or ``{"bias":
-        ...}`` with 0 and -inf where there is little to skip (a single query or, on a CPU, a single
-        tile), and while tracing, when the number of partial tiles cannot be read.
+        ...}`` with 0 and -inf where there is little to skip: a single query or, on a CPU, a single
+        tile.
     """
-    transforms = torch._C._are_functorch_transforms_active()
     fits = (size <= limit for size, limit in zip((M, N), CPU_TILE, strict=True))
     is_one_tile = mask.device.type == "cpu" and all(fits)
-    if transforms or M == 1 or is_one_tile or not checks.is_readable(mask):
+    if M == 1 or is_one_tile:
         return {"bias": additive(mask)}
     return {"block_mask": block_mask(mask, M, N)}
 
@@ -128,14 +127,17 @@ def additive(mask: Tensor) -> Tensor:
 def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
     """Cut `mask` into tiles.
 
-    A broadcast dimension of `mask` is stored once, so a mask of keys takes linear memory.
+    A broadcast dimension of `mask` is stored once, so a mask of keys takes linear memory. While
+    tracing, the number of partial tiles cannot be read, and the mask stores every tile.
     """
     BM, BN = CPU_TILE if mask.device.type == "cpu" else GPU_TILE
-    BM, BN = min(BM, _power_of_two(M)), min(BN, _power_of_two(N))
+    BM, BN = _tile_length(M, BM), _tile_length(N, BN)
     batch, heads, rows, _ = mask.shape
+    is_known = checks.is_readable(mask) and not torch._C._are_functorch_transforms_active()
+    cut = BlockMask.from_dense if is_known else with_every_tile
     if rows == M:
-        return BlockMask.from_dense(mask.expand(batch, heads, M, N), (BM, BN))
-    one_row = BlockMask.from_dense(mask.expand(batch, heads, BM, N), (BM, BN))
+        return cut(mask.expand(batch, heads, M, N), (BM, BN))
+    one_row = cut(mask.expand(batch, heads, BM, N), (BM, BN))
     repeats = (batch, heads, -(-M // BM), one_row.kinds.shape[3])
     return BlockMask(
         one_row.kinds.expand(repeats).contiguous(),
@@ -145,9 +147,14 @@ def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
     )
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`, and at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
+def _tile_length(n: int, most: int) -> int:
+    """The smallest power of two that is at least `n`, and at least 16; `most` if that is less. It
+    is a number even where `n` is a symbol of a tracer.
+    """
+    length = min(16, most)
+    while length < most and length < n:
+        length *= 2
+    return length
 
 
 def with_key_lists(

@@ -135,16 +135,8 @@ class BlockMask:
         mask = _four_dimensional(mask, "mask")
         BM, BN = _checked_tile_size(tile_size)
         M, N = mask.shape[2:]
-        pad = (0, -N % BN, 0, -M % BM)
-
-        def tiles(fill: bool) -> Tensor:
-            padded = torch.nn.functional.pad(mask, pad, value=fill)
-            return padded.unflatten(3, (-1, BN)).unflatten(2, (-1, BM)).transpose(3, 4)
-
-        any_visible = tiles(False).flatten(4).any(-1)
-        all_visible = tiles(True).flatten(4).all(-1)
-        kinds = any_visible.to(torch.uint8) * 2 - (any_visible & all_visible).to(torch.uint8)
-        return _with_partial_tiles(kinds, lambda where: tiles(False)[where], (M, N))
+        kinds, tiles = _cut(mask, (BM, BN))
+        return _with_partial_tiles(kinds, lambda where: tiles[where], (M, N))
 
     @staticmethod
     def from_flex(flex_mask: Any) -> BlockMask:
@@ -345,6 +337,33 @@ def _mark(kinds: Tensor, counts: Tensor, indices: Tensor, kind: int) -> None:
     tiles = torch.where(used, indices, 0).long()
     marks = torch.zeros_like(kinds).scatter_add_(-1, tiles, used.to(kinds.dtype))
     kinds[marks > 0] = kind
+
+
+def _cut(mask: Tensor, tile_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The kinds (batch, heads, nM, nN) of the tiles of a dense mask (batch, heads, M, N), and their
+    elements (batch, heads, nM, nN, BM, BN), False past the last row and key.
+    """
+    (M, N), (BM, BN) = mask.shape[2:], tile_size
+
+    def tiles(fill: bool) -> Tensor:
+        padded = torch.nn.functional.pad(mask, (0, -N % BN, 0, -M % BM), value=fill)
+        return padded.unflatten(3, (-1, BN)).unflatten(2, (-1, BM)).transpose(3, 4)
+
+    elements = tiles(False)
+    any_visible, all_visible = elements.flatten(4).any(-1), tiles(True).flatten(4).all(-1)
+    kinds = any_visible.to(torch.uint8) * 2 - (any_visible & all_visible).to(torch.uint8)
+    return kinds, elements
+
+
+def with_every_tile(mask: Tensor, tile_size: tuple[int, int]) -> BlockMask:
+    """`BlockMask.from_dense` of a mask (batch, heads, M, N) without a host that reads how many
+    tiles are partial: it has the elements of all.
+    """
+    M, N = mask.shape[2:]
+    kinds, tiles = _cut(mask, tile_size)
+    number = torch.arange(kinds.numel(), dtype=torch.int32, device=mask.device).view(kinds.shape)
+    index = torch.where(kinds == PARTIAL, number, -1)
+    return BlockMask(kinds, index, tiles.flatten(0, 3), (M, N))
 
 
 def _with_partial_tiles(

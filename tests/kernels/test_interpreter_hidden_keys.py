@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.backends import triton as backend
 from flashtile.call.converted_masks import additive
 from flashtile.masks import BlockMask, Spans
+from flashtile.masks.block_mask import with_every_tile
 from flashtile.testing import alibi_slopes, generator, normal
 
 from .cases import Call, Make, by_distance, dense, dropped, many_operations, scored
@@ -56,6 +57,9 @@ CASES: dict[str, Make] = {
     "window before the query": masked(lambda g, t: {"window_size": (90, -20)}, M=100),
     "chunk": masked(lambda g, t: {"attention_chunk": 50, "causal": True}),
     "block mask": masked(block_mask),
+    "block mask that stores every tile": masked(
+        lambda g, t: {"block_mask": with_every_tile(seen(g, 1, 2, 37), (32, 32))}
+    ),
     "block mask of each sequence": masked(
         lambda g, t: {"block_mask": BlockMask.from_dense(seen(g, 2, 2, 37), (32, 32))}, B=2
     ),
