@@ -11,6 +11,8 @@ integration = pytest.importorskip("flashtile.integrations.transformers")
 from tiny_models import assert_same, build, padding, run, tokens  # noqa: E402  # needs transformers
 from transformers import masking_utils  # noqa: E402  # needs transformers
 
+import flashtile  # noqa: E402  # needs transformers
+from flashtile.call import converted_masks  # noqa: E402  # needs transformers
 from flashtile.integrations import (  # noqa: E402  # needs transformers
     transformers_attend,
     transformers_masks,
@@ -181,6 +183,22 @@ def test_selected_keys():
         torch.testing.assert_close(got, want)
     with pytest.raises(ValueError, match=r"indices: got a tensor of shape \(2, 5, 3\)"):
         attention_forward(layer(), q, k, v, None, indices=indices[:, :5, :3])
+
+
+def test_selected_keys_beside_a_bias_are_a_mask(monkeypatch):
+    """Because NaN in keys that a bias of -inf hides reaches every row on a GPU."""
+    problems = []
+
+    def attend(*qkv, **options):
+        problems.append(flashtile.explain(*qkv, **options).problem)
+        return flashtile.attention(*qkv, **options)
+
+    monkeypatch.setattr(transformers_attend, "attention", attend)
+    monkeypatch.setattr(converted_masks, "CPU_TILE", (4, 4))
+    indices = torch.arange(5).expand(2, 6, 5)
+    q, k, v = heads((4, 6, 16), (4, 9, 16), (4, 9, 16))
+    attention_forward(layer(), q, k, v, torch.rand(2, 1, 6, 9), indices=indices)
+    assert [(x.block_tile, x.has_bias) for x in problems] == [((4, 4), True)]
 
 
 def test_selected_blocks_of_keys():

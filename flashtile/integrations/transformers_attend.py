@@ -242,24 +242,15 @@ def _along(call: Call, route: Route) -> Tensor:
 
 def _dense(call: Call, block_mask: Any = None, bias: Tensor | None = None) -> Tensor:
     """Attention without packing; `block_mask` and `bias` apply in addition to the pattern."""
-    M, N = call.q.shape[1], call.k.shape[1]
+    N = call.k.shape[1]
     position_bias = None if call.bias is None else call.bias[..., :N]
     if bias is None or position_bias is None:
         bias = position_bias if bias is None else bias
     else:
         bias = position_bias + bias
-    if call.chosen is not None:
-        chosen = call.chosen[..., :N]
-        if bias is not None:
-            bias = bias.masked_fill(~chosen, float("-inf"))
-        elif block_mask is None:
-            mask = options_of(chosen, M, N)
-            block_mask, bias = mask.get("block_mask"), mask.get("bias")
-        else:
-            bias = torch.zeros(chosen.shape, device=chosen.device)
-            bias = bias.masked_fill(~chosen, float("-inf"))
+    chosen = None if call.chosen is None else call.chosen[..., :N]
     options = call.pattern.options | call.numbers
-    options |= {"block_mask": block_mask, "bias": bias, "mask": call.documents}
+    options |= {"block_mask": block_mask, "bias": bias, "attn_mask": chosen, "mask": call.documents}
     if call.sinks is None:
         return cast(Tensor, attention(call.q, call.k, call.v, **options))
     with_lse = attention(call.q, call.k, call.v, return_lse=True, **options)
