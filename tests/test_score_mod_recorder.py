@@ -21,6 +21,7 @@ from flashtile.testing import attention_reference, generator, normal, qkv
 
 Function = Callable[..., Tensor]
 NUMBERS = torch.tensor([0.5, 2.0])
+SIZE = torch.tensor(3)
 DOUBLES = torch.tensor([0.25, 3.0], dtype=torch.float64)
 
 
@@ -95,6 +96,18 @@ def quotients(score, b, h, i, j):
     return new.floor_divide_(NUMBERS[h])
 
 
+def divided(score, b, h, i, j):
+    """Integers by a captured number, which is 0 in a trace."""
+    index = j % SIZE + i // SIZE + torch.fmod(i - j, SIZE) + torch.div(j, SIZE).int()
+    index %= SIZE
+    return score + index + torch.div(i - j, SIZE, rounding_mode="trunc") + (SIZE % SIZE)
+
+
+def activated_in_place(score, b, h, i, j):
+    new = score.mul(2).addcmul_(score, score, value=0.1)
+    return F.elu(F.leaky_relu(new, inplace=True) * 1, inplace=True)
+
+
 def replaced(score, b, h, i, j):
     """Values that do not depend on the ones before."""
     new, bias, zero, mask, truncated = score * 1, score * 1, score * 1, score > i, (score + j).int()
@@ -114,6 +127,16 @@ ACTIVATIONS = [
     lambda s: F.prelu(s, torch.tensor([0.2], dtype=s.dtype)),
     lambda s: torch.addcdiv(s, s, s * s + 1, value=0.5),
     lambda s: torch.rsub(s, 1.0),
+    partial(F.gelu, approximate="tanh"),
+    lambda s: torch.addcmul(s, s.tanh(), s, value=-0.5),
+    lambda s: torch.lerp(s, s.tanh(), 0.3),
+    lambda s: torch.lerp(s, s.tanh(), s.sigmoid()),
+    lambda s: s + s.frac(), lambda s: s + s.round() + s.round(decimals=1) + s.trunc(),
+    lambda s: F.threshold(s, 0.1, 2.0),
+    lambda s: s.sigmoid().clamp(0.01, 0.99).logit(), lambda s: s.sigmoid().logit(1e-3),
+    lambda s: torch.logaddexp(s, 1 - s), lambda s: s.nan_to_num(0.5, 1, -1),
+    lambda s: torch.where(s.isinf(), 0, s.deg2rad() + s.tanh().rad2deg()),
+    lambda s: s * torch.full_like(s, -0.5).abs(),
 ]  # fmt: skip
 
 
@@ -154,6 +177,8 @@ IN_PLACE = [
     many_temporaries,
     differentiated_inside,
     powers,
+    activated_in_place,
+    divided,
     replaced,
 ]
 
@@ -238,6 +263,11 @@ def test_what_a_program_cannot_say_is_refused(function, named) -> None:
     with pytest.raises(NotImplementedError, match=f"score_mod: .*{named}"):
         flashtile.attention(q, q, q, score_mod=function)
     assert torch.equal(NUMBERS, before)
+
+
+def test_in_place_activations_are_composed_too() -> None:
+    for name in ("leaky_relu", "elu", "addcmul"):
+        assert f"{name}." not in program(activated_in_place)
 
 
 def test_constants_of_the_function_stay_constants() -> None:

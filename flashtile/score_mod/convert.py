@@ -53,13 +53,23 @@ class _Reading(NamedTuple):
 
 
 class Conversion:
-    """The lines of a program while they are written, one for each node of a graph."""
+    """The lines of a program while they are written, one for each node of a graph.
 
-    def __init__(self, graph: fx.Graph, inputs: tuple[str, ...], prefix: str = "t") -> None:
+    Args:
+        has_preparation: what depends on no input is computed before, unless it is a constant.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: tuple[str, ...],
+        prefix: str = "t",
+        has_preparation: bool = True,
+    ) -> None:
         self.lines: list[Line] = []
         self.roots: list[Root] = []
         self._graph = graph
-        self._prefix = prefix
+        self._prefix, self._has_preparation = prefix, has_preparation
         self._has_row = ELEMENT in inputs
         self._sizes = {VALUES: 0, INTEGERS: 0}
         self._known: dict[fx.Node, Any] = {}  # a Name or a _Reading
@@ -78,7 +88,8 @@ class Conversion:
             if node.op == "output":
                 results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
                 return [self.name(x) for x in results]
-            if any(x in self._depends for x in node.all_input_nodes):
+            sources = node.all_input_nodes
+            if any(not self._has_preparation or x in self._depends for x in sources):
                 self._depends.add(node)
                 self._known[node] = self._converted(node)
         raise AssertionError("a graph without an output")

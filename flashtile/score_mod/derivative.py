@@ -42,7 +42,7 @@ def derivative(text: str, dtype: torch.dtype, of_captured: bool) -> str:
             graph = thread.submit(_recorded, program, dtypes, ["s", *wanted]).result()
         except RuntimeError as error:
             raise NotImplementedError(f"score_mod: has no derivative: {error}") from error
-    conversion = Conversion(graph, tuple(dtypes), prefix="d")
+    conversion = Conversion(graph, tuple(dtypes), prefix="d", has_preparation=False)
     try:
         gradient, *others = conversion.run()
     except NotImplementedError as error:

@@ -21,13 +21,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _aten = torch.ops.aten
 
-# Activations that PyTorch composes of pointwise operations, which every backend prints and which
-# have derivatives of their own.
+# Functions that PyTorch composes of pointwise operations, which every backend prints and which have
+# derivatives of their own.
 _COMPOSED = frozenset(
     (_aten.silu.default, _aten.mish.default, _aten.leaky_relu.default, _aten.hardtanh.default,
      _aten.hardsigmoid.default, _aten.hardswish.default, _aten.hardshrink.default,
      _aten.softshrink.default, _aten.log_sigmoid_forward.default, _aten._prelu_kernel.default,
-     _aten.addcdiv.default)
+     _aten.addcdiv.default, _aten.addcmul.default, _aten.gelu.default, _aten.threshold.default,
+     _aten.logit.default, _aten.logaddexp.default, _aten.nan_to_num.default, _aten.isinf.default,
+     _aten.deg2rad.default, _aten.rad2deg.default)
 )  # fmt: skip
 
 
@@ -44,19 +46,50 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
     return torch.where(x > 0, x * scale, bent)
 
 
+def _celu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return _elu(x, alpha, 1.0, 1.0 / alpha)
+
+
+def _lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return x + weight * (end - x)
+
+
+def _frac(x: Tensor) -> Tensor:
+    return x - x.trunc()
+
+
+def _round(x: Tensor, *, decimals: int) -> Tensor:
+    return (x * 10.0**decimals).round() / 10.0**decimals
+
+
+_OWN: dict[Any, Any] = {
+    _aten.softplus.default: _softplus,
+    _aten.elu.default: _elu,
+    _aten.celu.default: _celu,
+    _aten.lerp.Scalar: _lerp,
+    _aten.lerp.Tensor: _lerp,
+    _aten.frac.default: _frac,
+    _aten.round.decimals: _round,
+}
+
+
 def _composition(function: Any) -> Any:
-    """The operations of which an activation is composed; None for other operations."""
-    if function is _aten.softplus.default:
-        return _softplus
-    if function is _aten.elu.default:
-        return _elu
-    if function is _aten.celu.default:
-        return lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha)
+    """The operations of which a function is composed; None for other operations."""
     if function not in _COMPOSED:
-        return None
+        return _OWN.get(function)
     from torch._decomp import decomposition_table  # imports much, for few score functions
 
     return decomposition_table[function]
+
+
+def _result(function: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation. What a trace captures is 0, by which no integer is divided."""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        if "ZeroDivisionError" not in str(error) or not isinstance(args[1], Tensor):
+            raise
+        return function(args[0], torch.ones_like(args[1]), **kwargs)
 
 
 # Hold this while a recorder is active: PyTorch's flag for active dispatch modes is global, and two
@@ -146,7 +179,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         node = self.graph.call_function(function, *tree_map_only(Tensor, self.node, (args, kwargs)))
-        result = function(*args, **kwargs)
+        result = _result(function, args, kwargs)
         self._track(result, node)
         return result
 
@@ -163,11 +196,12 @@ class Recorder(TorchDispatchMode):
             aliases = [y for y in self._values if is_alias(x, y)]
         if any(y is z for y in aliases for z in self.constants.values()):
             raise self.refused(function, "changes a captured tensor")
-        value = self._run(pure, args, kwargs)
+        with self:
+            value = pure(*args, **kwargs)
         if value.dtype != x.dtype:
             value = self._run(_aten._to_copy.default, (value,), {"dtype": x.dtype})
         same = [_layout(y) == _layout(x) for y in aliases]
-        result = function(*args, **kwargs)
+        result = _result(function, args, kwargs)
         for y, is_same in zip(aliases, same, strict=True):
             self._values[y] = self.node(value) if is_same else None
         return result
