@@ -130,6 +130,26 @@ def tanh(x):
 
 
 @triton.jit
+def atan(x):
+    """atan of float32 numbers, to about one rounding: within 1, the polynomial of this degree with
+    the least relative error, 2**-26; beyond, that of 1 / x.
+    """
+    size = tl.abs(x)
+    t = tl.where(size > 1.0, 1.0 / size, size)
+    z = t * t
+    p = 2.849886323328417e-03 * z - 1.606861580124134e-02
+    p = p * z + 4.269149794665906e-02
+    p = p * z - 7.504292740389207e-02
+    p = p * z + 0.10640933185486506
+    p = p * z - 0.14203644253719108
+    p = p * z + 0.19992619365208372
+    p = p * z - 0.3333307334380132
+    p = t * (p * z + 0.9999999847656746)
+    p = tl.where(size > 1.0, 1.5707963267948966 - p, p)
+    return tl.where(x < 0, -p, p)
+
+
+@triton.jit
 def tanh_of_scores(x):
     """tanh of float32 scores of 16-bit numbers, which does not need all digits: one instruction of
     NVIDIA GPUs with a relative error of up to 2**-11, one rounding of float16.

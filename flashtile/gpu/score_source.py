@@ -257,8 +257,22 @@ _ARITHMETIC: dict[str, str] = {
     "sin": "tl.sin({0})",
     "cos": "tl.cos({0})",
     "erf": "tl.erf({0})",
+    "tan": "tl.sin({0}) / tl.cos({0})",
+    "sinh": "0.5 * (tl.exp({0}) - tl.exp(-{0}))",
+    "cosh": "0.5 * (tl.exp({0}) + tl.exp(-{0}))",
+    "atan": "atan({0})",
+    "asin": "atan({0} / tl.sqrt(1.0 - {0} * {0}))",
+    "acos": "1.5707963267948966 - atan({0} / tl.sqrt(1.0 - {0} * {0}))",
+    "asinh": "tl.where({0} < 0, -1.0, 1.0) * tl.log(tl.abs({0}) + tl.sqrt({0} * {0} + 1.0))",
+    "acosh": "tl.log({0} + tl.sqrt({0} * {0} - 1.0))",
+    "atanh": "0.5 * tl.log((1.0 + {0}) / (1.0 - {0}))",
+    "log10": "tl.log2({0}) * 0.3010299956639812",
+    "erfc": "1.0 - tl.erf({0})",
+    "hypot": "tl.sqrt({0} * {0} + {1} * {1})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
+    "trunc": "tl.where({0} < 0, tl.ceil({0}), tl.floor({0}))",
+    "fmod": "{0} % {1}",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
     "relu": "tl.where({0} < 0, 0, {0})",
     "reciprocal": "1.0 / {0}",
@@ -272,6 +286,8 @@ _ARITHMETIC: dict[str, str] = {
     "mul": "{0} * {1}",
     "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
     "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+    "fmax": "tl.where(({0} > {1}) | ({1} != {1}), {0}, {1})",
+    "fmin": "tl.where(({0} < {1}) | ({1} != {1}), {0}, {1})",
     "tanh_backward": "{0} * (1.0 - {1} * {1})",
     "sigmoid_backward": "{0} * ((1.0 - {1}) * {1})",
     "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
@@ -284,6 +300,8 @@ _COMPARISONS: dict[str, str] = {
     "gt": "{0} > {1}",
     "ge": "{0} >= {1}",
     "isnan": "{0} != {0}",
+    "isposinf": '{0} == float("inf")',
+    "isneginf": '{0} == float("-inf")',
 }
 _LOGIC: dict[str, str] = {
     "logical_and": "({0} != 0) & ({1} != 0)",
@@ -297,6 +315,7 @@ _BITS: dict[str, str] = {
     "bitwise_xor": "{0} ^ {1}",
 }
 _COPIES = ("_to_copy", "detach", "alias", "clone")
+_ROUNDINGS = ("floor", "ceil", "trunc", "round")  # which change no integer
 
 
 class Untranslatable(Exception):
@@ -330,7 +349,9 @@ def source_of(text: str, kind: str, language: Language = TRITON) -> str:
 def module_of(statements: Iterable[str], inputs: Iterable[str], language: Language = TRITON) -> str:
     """The source of a module with the function ``score``."""
     body = "\n".join(f"    {line}" for line in statements)
-    return f"{language.imports}\n{_HELPERS}def score({', '.join(inputs)}):\n{body}\n"
+    # Kernels are kept by this source, which names only what it needs.
+    imports = language.imports + (f"{_INTRINSICS} atan\n" if "atan(" in body else "")
+    return f"{imports}\n{_HELPERS}def score({', '.join(inputs)}):\n{body}\n"
 
 
 @memoised(256)
@@ -441,7 +462,7 @@ class Writer:
     def _expression(self, line: Line) -> str:
         name = line.op.partition(".")[0]
         special: Callable[[Line], str] | None = getattr(self, f"_{name.strip('_')}_", None)
-        if name in ("floor", "ceil") and not line.dtype.is_floating_point:
+        if name in _ROUNDINGS and not line.dtype.is_floating_point:
             return self._as(line.arguments[0], line.dtype)
         if name in _COPIES:
             return self._cast(line.arguments[0], line.dtype)
@@ -511,9 +532,23 @@ class Writer:
         rounding = dict(line.options).get("rounding_mode")
         if rounding == "floor":
             return self._floor_divide_(line)
-        if rounding is not None:
-            raise Untranslatable(line.op)
-        return self._in(line, "{0} / {1}")
+        if rounding is None:
+            return self._in(line, "{0} / {1}")
+        if line.dtype.is_floating_point:
+            return self._in(line, _ARITHMETIC["trunc"].replace("{0}", "({0} / {1})"))
+        return self._in(line, "({0} - {0} % {1}) // {1}")
+
+    def _round_(self, line: Line) -> str:
+        """Half to even: to the even number below, and on by one or two."""
+        half = "(0.5 * {0} - tl.floor(0.5 * {0}))"  # in [0, 1)
+        steps = (f"tl.where({half} {x}, 1.0, 0.0)" for x in ("> 0.25", ">= 0.75"))
+        return self._in(line, f"2.0 * tl.floor(0.5 * {{0}}) + {' + '.join(steps)}")
+
+    def _atan2_(self, line: Line) -> str:
+        y, x = "{0}", "{1}"
+        angle = f"atan(tl.where({y} == 0, 0.0, {y} / tl.abs({x})))"
+        turn = f"tl.where({y} < 0, -{math.pi}, {math.pi})"
+        return self._in(line, f"tl.where({x} < 0, {turn} - {angle}, {angle})")
 
     def _floor_divide_(self, line: Line) -> str:
         if line.dtype.is_floating_point:
@@ -529,13 +564,17 @@ class Writer:
 
     def _pow_(self, line: Line) -> str:
         x, exponent = line.arguments
-        if isinstance(exponent, Name) or not line.dtype.is_floating_point:
+        is_float = line.dtype.is_floating_point
+        if not isinstance(x, Name) and is_float and x > 0:
+            return self._in(line, f"tl.exp2({{0}} * {math.log2(x)!r})", (exponent,))
+        if isinstance(exponent, Name) or not (is_float or exponent > 0):
             raise Untranslatable(line.op)
-        if exponent in (1, 2, 3, 4):
-            return self._in(line, " * ".join(["{0}"] * int(exponent)), (x,))
-        if exponent == int(exponent):
+        if exponent != int(exponent):
+            return self._in(line, f"tl.exp2(tl.log2({{0}}) * {float(exponent)!r})", (x,))
+        if not 0 < abs(exponent) <= 8:
             raise Untranslatable(line.op)
-        return self._in(line, f"tl.exp2(tl.log2({{0}}) * {float(exponent)!r})", (x,))
+        product = " * ".join(["{0}"] * abs(int(exponent)))
+        return self._in(line, product if exponent > 0 else f"1.0 / ({product})", (x,))
 
     def _where_(self, line: Line) -> str:
         condition, *values = line.arguments

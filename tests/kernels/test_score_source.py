@@ -107,9 +107,10 @@ def test_what_the_kernels_have() -> None:
 @pytest.mark.parametrize(
     ("function", "named"),
     [
-        (lambda s, b, h, i, j: s.sinh(), "sinh.default in a score_mod or its derivative"),
-        (lambda s, b, h, i, j: s**7, "pow.Tensor_Scalar in a score_mod or its derivative"),
-        (lambda s, b, h, i, j: torch.atan(s), "atan.default in a score_mod or its derivative"),
+        (lambda s, b, h, i, j: s.lgamma(), "lgamma.default in a score_mod or its derivative"),
+        (lambda s, b, h, i, j: s**9, "pow.Tensor_Scalar in a score_mod or its derivative"),
+        (lambda s, b, h, i, j: s ** TABLE[h, 0], "pow.Tensor_Tensor in a score_mod or its"),
+        (lambda s, b, h, i, j: torch.erfinv(s), "erfinv.default in a score_mod or its derivative"),
     ],
 )
 def test_other_operations_are_refused_by_name(function, named) -> None:
