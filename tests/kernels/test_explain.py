@@ -432,7 +432,9 @@ def test_few_tiles_of_queries_on_many_keys_are_tritons(
     options: dict[str, Any],
     is_split: bool,
 ):
-    """Where its kernels split keys; over rows of a cache, in a dense batch and in a packed one."""
+    """Where its kernels split keys; over rows and pages of a cache, in a dense batch and in a packed
+    one.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
@@ -442,10 +444,14 @@ def test_few_tiles_of_queries_on_many_keys_are_tritons(
         q, cache = make(batch, new, heads, 128), make(batch, keys, 8, 128)
         used = torch.empty(batch, dtype=torch.int32, device="cuda")
         starts = torch.empty(batch + 1, dtype=torch.int32, device="cuda")
+        pages = make(99, 64, 8, 128)
+        table = torch.empty(batch, keys // 64, dtype=torch.int32, device="cuda")
         dense = partial(flashtile.explain, causal=True, **options)
+        cached = partial(dense, flashtile.attention_with_kvcache, q, cache_seqlens=used)
         flat = [x.flatten(0, 1) for x in (q, cache, cache)]
         reports = [
-            dense(flashtile.attention_with_kvcache, q, cache, cache, cache_seqlens=used),
+            cached(cache, cache),
+            cached(pages, pages, page_table=table),
             dense(q, cache, cache),
             dense(flashtile.attention_varlen, *flat, starts, starts, new, keys),
         ]

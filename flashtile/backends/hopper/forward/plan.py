@@ -44,8 +44,8 @@ MOST_SPANS = 2
 # that divides both.
 LEAST_BOX = 16
 
-# Tiles of queries, half as many as multiprocessors; over a cache, rows of a key head in packed
-# sequences.
+# Tiles of queries, half as many as multiprocessors; rows of a key head in packed sequences over a
+# cache.
 FEWEST_TILES, FEWEST_PACKED_ROWS = 64, 2048
 
 # Triton's kernels split the KV loop of up to so many queries. On an H200, 70 queries of 32 heads on
@@ -365,14 +365,13 @@ def is_cached(problem: AttentionProblem) -> bool:
 
 
 def few_tiles(problem: AttentionProblem) -> str:
-    """Why Triton's kernels are faster, if they are: tiles of queries would leave most
-    multiprocessors idle, over a cache or where those kernels split keys, or most of packed
-    sequences over a cache may have few rows.
+    """Why Triton's kernels are faster, if they are: they split keys where tiles of queries would
+    leave most multiprocessors idle, or most of packed sequences over a cache may have few rows.
     """
     if problem.layout == "packed_queries":
         has_few_rows = problem.M * problem.group < FEWEST_PACKED_ROWS
         return f"fewer than {FEWEST_PACKED_ROWS} rows of a key head" if has_few_rows else ""
-    if not is_cached(problem) and not _is_split_by_triton(problem):
+    if not _is_split_by_triton(problem):
         return ""
     BLOCK_M = tile_of(problem).consumers * CONSUMER_ROWS
     has_few = problem.B * problem.Hq * -(-problem.M // BLOCK_M) < FEWEST_TILES
