@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+import flashtile
 from flashtile import api
+from flashtile.backends.hopper.forward import plan
 from flashtile.call import dispatch
 from flashtile.call.layouts import Dense
 from flashtile.call.prepare import describe
 from flashtile.cli import in_processes, model_calls, warmup
 from flashtile.cli.model_calls import Layer, layers_of
+from flashtile.gpu import hardware
 from flashtile.gpu.described import TARGETS, current_target
 from flashtile.gpu.hardware import multiprocessors
 from flashtile.problem import AttentionProblem, starts_after
@@ -103,12 +107,12 @@ def test_every_call_of_a_model_runs(
     config: dict[str, Any], layers: list[Layer], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_calls, "LENGTHS", (70,))
-    monkeypatch.setattr(model_calls, "CAPACITY", 96)
+    monkeypatch.setattr(model_calls, "CAPACITY", 144)
     monkeypatch.setattr(model_calls, "BATCHES", (2,))
     calls = model_calls.calls_of(config, "both", page_size)
     kinds = {call.kind for call in calls}
     assert kinds == {"training", "packed training", "prefill"} | (
-        {"decoding"} if layers[0].causal else set()
+        {"decoding", "chunked prefill"} if layers[0].causal else set()
     )
     assert {call.dtype for call in calls} <= {"float16", "bfloat16"}
     for call in calls:
@@ -121,13 +125,35 @@ def test_a_purpose_chooses_the_calls() -> None:
         for purpose in model_calls.PURPOSES
     }
     assert kinds["training"] == {"training", "packed training"}
-    assert kinds["serving"] == {"prefill", "decoding"}
+    assert kinds["serving"] == {"prefill", "decoding", "chunked prefill"}
     assert kinds["both"] == kinds["training"] | kinds["serving"]
 
 
 def test_latents_are_decoded_as_one_head() -> None:
     calls = model_calls.calls_of(DEEPSEEK, "serving", 0)
     assert {call.layer for call in calls if call.kind == "decoding"} == {Layer(4, 1, 72, 64)}
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_chunks_need_kernels_that_split_keys(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+
+    def explain(*call: Any, **options: Any) -> None:
+        found = flashtile.explain(flashtile.attention_with_kvcache, *call, **options)
+        reports.append(str(found))
+
+    monkeypatch.setattr(current_target, "gpu", TARGETS["sm_90"])
+    monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(plan, "TRITON_VERSION", (3, 6))
+    monkeypatch.setattr(api, "attention_with_kvcache", explain)
+    flashtile.clear_caches()
+    for call in model_calls.calls_of(MISTRAL | {"sliding_window": None}, "serving", page_size):
+        if call.kind == "chunked prefill" and call.batch == 1:
+            warmup.make(call, "cpu")
+    (report,) = reports
+    assert "-> triton: yes" in report and re.search(r"keys split into \d+ parts", report)
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

@@ -18,10 +18,12 @@ from .. import api
 LENGTHS = (512, 1024, 4096, 16384)  # the tile of some kernels depends on the length
 CAPACITY = 4096  # tokens of a sequence's cache
 BATCHES = (1, 64)  # the keys of a few sequences are divided among programs
+# New tokens of calls over a cache. Triton's kernels have other tiles for so many than for one.
+NEW_TOKENS = {"decoding": 1, "chunked prefill": 128}
 PURPOSES = {
     "training": ("training", "packed training"),
-    "serving": ("prefill", "decoding"),
-    "both": ("training", "packed training", "prefill", "decoding"),
+    "serving": ("prefill", *NEW_TOKENS),
+    "both": ("training", "packed training", "prefill", *NEW_TOKENS),
 }
 
 Config = Mapping[str, Any]
@@ -202,7 +204,7 @@ class Call(NamedTuple):
     layer: Layer
     dtype: str
     kind: str  # one of those in PURPOSES
-    length: int  # of the sequences, or in decoding the capacity of the cache
+    length: int  # of the sequences, or the capacity of the cache
     batch: int = 1
     page_size: int = 0  # 0: the cache is contiguous
 
@@ -213,8 +215,8 @@ class Call(NamedTuple):
 
     def run(self, device: str) -> None:
         """Make the call, and its backward if it has one."""
-        if self.kind == "decoding":
-            self._decode(device)
+        if self.kind in NEW_TOKENS:
+            self._extend(device, NEW_TOKENS[self.kind])
         elif self.kind == "packed training":
             self._attend_packed(device)
         else:
@@ -241,8 +243,8 @@ class Call(NamedTuple):
         )
         out.backward(torch.empty_like(out))
 
-    def _decode(self, device: str) -> None:
-        q, k, v = (self._empty(device, x, False, 1) for x in "qkv")
+    def _extend(self, device: str, new: int) -> None:
+        q, k, v = (self._empty(device, x, False, new) for x in "qkv")
         k_cache, v_cache = (self._empty(device, x, False, self.length) for x in "kv")
         options: dict[str, Any] = dict(self.layer.options, sink=self._sink(device, False))
         options["cache_seqlens"] = torch.ones(self.batch, dtype=torch.int32, device=device)
@@ -278,14 +280,13 @@ def calls_of(config: Config, purpose: str, page_size: int) -> list[Call]:
     dtype, layers = dtype_of(config), layers_of(config)
     calls = []
     for kind in PURPOSES[purpose]:
-        if kind != "decoding":
+        if kind not in NEW_TOKENS:
             calls += [Call(x, dtype, kind, length) for x in layers for length in LENGTHS]
             continue
         latent = latent_decoding(config)
-        decoding = layers if latent is None else [latent]
         calls += [
             Call(x, dtype, kind, CAPACITY, batch, page_size)
-            for x in decoding
+            for x in (layers if latent is None else [latent])
             if x.causal
             for batch in BATCHES
         ]

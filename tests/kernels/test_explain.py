@@ -432,9 +432,7 @@ def test_few_tiles_of_queries_on_many_keys_are_tritons(
     options: dict[str, Any],
     is_split: bool,
 ):
-    """Where its kernels split keys; over rows and pages of a cache, in a dense batch and in a packed
-    one.
-    """
+    """Where its kernels split keys; over rows and pages of a cache, in dense and packed batches."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(hardware, "TRITON_IS_INSTALLED", True)
     monkeypatch.setattr(hopper_plan, "TRITON_VERSION", (3, 6))
