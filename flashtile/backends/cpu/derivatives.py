@@ -303,7 +303,7 @@ def tile_tangents(
     m1: int,
 ) -> Results:
     """The tangents of O and L (batch, heads, rows, 1), as `attend` has them, from P = exp(S - L),
-    one run of keys at a time, and in place: PyTorch cannot differentiate them.
+    one run of keys at a time, and in place: PyTorch cannot differentiate them. `along` is joined.
     """
     Q = fold(tp.Q[:, :, m0:m1] * tp.score.options.softmax_scale, tp.K)
     L = L.masked_fill(L == -INFINITY, INFINITY)  # rows that see no key: P = exp(S - inf) = 0
@@ -311,7 +311,7 @@ def tile_tangents(
     sink, dsink = sinks(tp, along, names, m1 - m0)
     mu = relative_exponentials(sink, L, log_sums) * dsink
     dO = Q.new_zeros(*Q.shape[:-1], tp.V.shape[-1])
-    for S, dS, V, dV, kept in score_parts(tp, along, names, m0, m1):
+    for S, dS, V, dV, kept in score_parts(tp, along, names, m0, m1, is_joined=True):
         P = relative_exponentials(S, L, log_sums)
         if names != VALUES:
             dS.mul_(P)
@@ -334,15 +334,15 @@ def sinks(tp: TileProblem, along: TileProblem, names: set[str], rows: int) -> tu
 
 
 def score_parts(
-    tp: TileProblem, along: TileProblem, names: set[str], m0: int, m1: int
+    tp: TileProblem, along: TileProblem, names: set[str], m0: int, m1: int, is_joined: bool = False
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-    """S, its tangents dS, V, dV, and dropout's factors of P, for each run of a tile's keys. `along`
-    may have [dQ, Q] and [K, dK] instead of dQ and dK; derivatives of that are more products.
+    """S, its tangents dS, V, dV, and dropout's factors of P, for each run of a tile's keys. With
+    `is_joined`, `along` has [dQ, Q] and [K, dK] where both have tangents, instead of dQ and dK:
+    one product, but derivatives of it are more.
     """
     # Where the bias hides a key, its tangents do not show that.
     pair = tp, along._replace(score=tp.score)
     Q, dQ = (fold(x.Q.narrow(2, m0, m1 - m0) * x.score.options.softmax_scale, x.K) for x in pair)
-    is_joined = dQ.shape[-1] > Q.shape[-1]
     for run in tp.mask.key_runs(m0, m1, tp.BLOCK_N):
         (K, V), (dK, dV) = (keys_and_values(x, m0, m1, run) for x in pair)
         S, slope = scores(tp, Q @ K.mT, m0, m1, run, want_slope=True)
