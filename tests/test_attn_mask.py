@@ -121,7 +121,9 @@ def test_compiled_with_gradients(mask, call):
         torch.testing.assert_close(got, wanted)
 
 
-def test_fake_tensors_and_vmap(call):
+@pytest.mark.parametrize("tile", [converted_masks.CPU_TILE, (4, 4)])
+def test_fake_tensors_and_vmap(tile, call, monkeypatch):
+    monkeypatch.setattr(converted_masks, "CPU_TILE", tile)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(x) for name, x in call.items()}
         mask, keep = mode.from_tensor(MATRIX), mode.from_tensor(KEEP)
