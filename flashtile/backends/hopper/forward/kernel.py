@@ -848,10 +848,10 @@ def send_work(number, count, channels, sizes, at, mask, cfg: gl.constexpr):
 
 @gluon.constexpr_function
 def producer_registers(cfg):
-    """All that consumers leave, or more where a block is many copies: what a producer spills moves
-    registers of consumers.
-    """
-    return 40 if 0 < cfg.PAGE_BOX < 32 and cfg.CONSUMERS == 2 else 32
+    """More where a block is many copies: what the producer spills moves registers of consumers."""
+    if cfg.PAGE_SIZE == 0:
+        return 24
+    return 40 if cfg.PAGE_BOX < 32 and cfg.CONSUMERS == 2 else 32
 
 
 @gluon.jit
