@@ -129,7 +129,7 @@ def repeats_agree(shape, options):
 
 
 def test_repeats_over_latents_agree_bit_for_bit():
-    """Both warpgroups wait for each other, and for copies, without roles."""
+    """Both warpgroups wait for each other, and copy for themselves and each other."""
     g = torch.Generator("cuda").manual_seed(0)
     q, latents = (
         torch.randn(shape, generator=g, device="cuda").bfloat16()

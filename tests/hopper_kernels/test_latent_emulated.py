@@ -1,5 +1,5 @@
 """The decoding kernel over latents run in PyTorch (`emulator.py`): index arithmetic, masks, pages
-and the order of copies and products. Its two warpgroups are one thread here."""
+and the order of copies, products and exchanges of its two warpgroups."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from configurations import one_kind_each
 from kernels.decoding import LATENT_CASES, assert_decoding, make_decoding
+from kernels.reference import reference
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -16,7 +17,8 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 from flashtile.backends.hopper.latent.launch import latent_launches, scratch_of
 from flashtile.backends.hopper.latent.plan import latent_parts
 from flashtile.ops.merge.formula import merge
-from flashtile.problem import AttentionProblem, Operands, lse_shape
+from flashtile.problem import AttentionProblem, Operands, Options, lse_shape
+from flashtile.testing import assert_close, floor_of, generator, normal, rounding_variance
 
 from . import emulator
 from .launches import MULTIPROCESSORS
@@ -64,6 +66,22 @@ def results(operands: Operands, options: Any, seed: int) -> tuple[Tensor, Tensor
     problem = AttentionProblem.of(operands, options)
     assert problem.has_values_in_keys
     return Emulated(seed).forward(problem, operands)
+
+
+def test_many_pairs_of_tiles(seed: int):
+    """More than the phases of a barrier; row maxima rise, and the last tile has no key."""
+    g, dtype, (B, M, N, H) = generator(seed), torch.bfloat16, (2, 2, 704, 3)
+    q, k = (normal(g, B, n, heads, 576, dtype=dtype) for n, heads in ((M, H), (N, 1)))
+    k *= torch.linspace(0.1, 1, N)[:, None, None].to(dtype)
+    k[0, 650:] = torch.nan
+    used = torch.tensor([650, N], dtype=torch.int32)
+    operands = Operands(q, k, k[..., :512], seqused_k=used)
+    options = Options(M, N, 0.5, window_right=0, num_splits=1)
+    truth, plain = reference(operands, options), reference(operands, options, compute_dtype=dtype)
+    variance = reference(operands, options, attend=rounding_variance(dtype))
+    for field, x in zip(("out", "lse"), results(operands, options, seed), strict=True):
+        floor, wanted = floor_of(getattr(variance, field)), getattr(truth, field)
+        assert_close(field, x, wanted, getattr(plain, field), floor=floor, dtype=dtype, seed=seed)
 
 
 def test_latents_in_wider_rows(seed: int):

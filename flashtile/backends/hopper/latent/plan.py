@@ -15,11 +15,13 @@ from ..forward.plan import DTYPES, device_reasons
 
 # Columns of values, and of keys after them.
 VALUES, TAIL = 512, 64
+HALF = VALUES // 2  # of a warpgroup
 # Rows (queries times heads) and keys of a tile.
 ROWS, KEYS = 64, 64
+PAIR = 2 * KEYS  # a tile for each warpgroup
 MOST_QUERIES = 4
-# Costs in steps of the KV loop: starting and ending a program; merging parts.
-START_STEPS, MERGE_STEPS = 2, 3
+# Costs in steps of the KV loop, each a pair of tiles: starting and ending a program; merging parts.
+START_STEPS, MERGE_STEPS = 1.5, 2
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def latent_parts(problem: AttentionProblem, sm_count: int) -> int:
     if problem.options.num_splits > 0:
         return problem.options.num_splits
     rows = problem.M * problem.Hq
-    programs, steps = problem.B * -(-rows // ROWS), -(-problem.N // KEYS)
+    programs, steps = problem.B * -(-rows // ROWS), -(-problem.N // PAIR)
     most = min(steps, MAX_SPLITS, max(MOST_PART_ROWS * sm_count // (problem.B * rows), 1))
 
     def cost(parts: int) -> float:
