@@ -65,6 +65,32 @@ def test_latents_share_the_gpu(batch: int, seq_q: int, wanted: int):
     assert splits_of(problem, plan(problem, False).split.config, 132, batch * seq_q) == wanted
 
 
+@pytest.mark.parametrize(
+    ("batch", "seq_q", "seq_k", "tile", "wanted"),
+    [
+        (64, 1, 16384, (16, 128, 3), 1),
+        (16, 1, 8192, (16, 64, 3), 2),
+        (16, 16, 8192, (64, 128, 3), 1),
+        (8, 16, 32768, (64, 128, 3), 2),
+        (1, 16, 32768, (64, 128, 3), 16),
+    ],
+)
+def test_tiles_that_fill_shared_memory_have_a_multiprocessor_each(
+    batch: int, seq_q: int, seq_k: int, tile: tuple[int, int, int], wanted: int
+):
+    """32 query heads on 8 key heads of 128, as measured on an H200; not in pages."""
+    q = torch.empty(batch, seq_q, 32, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, seq_k, 8, 128, dtype=torch.bfloat16, device="meta")
+    problem = AttentionProblem.of(Operands(q, k, k), Options(seq_q, seq_k, 0.125))
+    problem = problem._replace(device_type="cuda", capability=(9, 0))
+    found = plan(problem, True)
+    assert splits_of(problem, found.split.config, 132, batch * seq_q) == wanted
+    chosen = found.split if wanted > 1 else found.forward
+    assert (chosen.config.BLOCK_M, chosen.config.BLOCK_N, chosen.stages) == tile
+    paged = plan(problem._replace(page_size=16), True).forward
+    assert (paged.config.BLOCK_N, paged.stages) == ((128, 3) if seq_q == 1 else (64, 5))
+
+
 @pytest.mark.parametrize(("size", "wanted"), [(128, 4), (144, 32)])
 def test_rows_that_share_lines_of_memory_have_short_parts(size: int, wanted: int):
     """Parts of 2048 keys, which the programs of neighbouring heads read at about the same time."""

@@ -143,10 +143,13 @@ FEW_ROWS = 16
 FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_80": {64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2), 512: (16, 4, 2)},
     "sm_86": {64: (64, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 4, 1)},
-    "sm_90": {64: (128, 4, 3), 128: (128, 4, 2), 256: (32, 4, 3), 512: (16, 4, 3)},
+    "sm_90": {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)},
     "sm_100": {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)},
     "gfx": {64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
 }
+# The same for pages. And tiles of up to ROWS rows, whose keys are not in pages.
+PAGES_FORWARD = {("sm_90", 128): (128, 4, 2)}
+ROWS, ROWS_FORWARD = 64, {("sm_90", 128): Tile(64, 128, 4, 3)}
 # The same for split KV loops, where it differs: fewer programs run at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
 # The same for a float8 cache on all GPUs, and for a paged one whose KV loop is not split: measured.
@@ -735,6 +738,8 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
     name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
     if problem.dtype != torch.float32 and problem.block_tile is None:
         (few,) = tiles_for(name, head_dim, "split-decoding" if is_split else "decoding")
+        if problem.page_size > 0 and not is_split and (name, head_dim) in PAGES_FORWARD:
+            few = Tile(FEW_ROWS, *PAGES_FORWARD[name, head_dim])
         if problem.has_float8_keys:
             pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
             few = Tile(FEW_ROWS, *pages.get((name, head_dim), FLOAT8_FORWARD[head_dim]))
@@ -746,6 +751,9 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
             return few
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
             return few._replace(BLOCK_M=32)
+        plain = not (problem.page_size or has_large_scores(problem) or problem.has_float8_keys)
+        if plain and rows <= ROWS and not problem.options.k_unpack:
+            tile = ROWS_FORWARD.get((name, head_dim), tile)
     if precision(problem) == "bf16x6" and rows <= FEW_ROWS:
         return Tile(FEW_ROWS, *BF16X6_FEW_ROWS[head_dim])
     for height in (16, 64):
@@ -804,8 +812,8 @@ def device_name(problem: AttentionProblem) -> str:
 
 
 # Programs that one multiprocessor (SM) runs at the same time: tiles of few rows leave room for two,
-# those whose output has so many elements for one.
-PROGRAMS_PER_SM, LARGE_OUTPUT = 2, 64 * 512
+# large ones (rows times keys times columns of values) for one.
+PROGRAMS_PER_SM, LARGE_TILE = 2, 64 * 128 * 128
 # Slowdown of an SM that runs a single program, which does not saturate memory bandwidth.
 SINGLE_PROGRAM_SLOWDOWN = 1.08
 # Costs in steps of the KV loop: starting a program; launching the merge, and reading 32 parts.
@@ -845,7 +853,7 @@ def splits_of(problem: AttentionProblem, config: KernelConfig, sm_count: int, to
         is_split = programs < PROGRAMS_PER_SM * sm_count and parts <= min(most, MAX_SPLITS)
         return parts if is_split else 1
     steps = -(-_longest_loop(problem) // config.BLOCK_N)
-    is_alone = config.BLOCK_M * config.BLOCK_DV >= LARGE_OUTPUT
+    is_alone = config.BLOCK_M * config.BLOCK_N * config.BLOCK_DV >= LARGE_TILE
     per_sm = 1 if is_alone else PROGRAMS_PER_SM
     most, least = min(most, MAX_SPLITS), 1
     if config.BLOCK_M == FEW_ROWS and _packed_keys(problem):
