@@ -148,7 +148,7 @@ FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "gfx": {64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
 }
 # The same for pages. And tiles of up to ROWS rows, whose keys are not in pages.
-PAGES_FORWARD = {("sm_90", 128): (128, 4, 2)}
+PAGES_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (128, 4, 2)}}
 ROWS, ROWS_FORWARD = 64, {("sm_90", 128): Tile(64, 128, 4, 3)}
 # The same for split KV loops, where it differs: fewer programs run at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
@@ -473,11 +473,14 @@ def short_tile(problem: AttentionProblem) -> Tile:
     return Tile(rows, keys, 8 if size > 64 * 64 and problem.group > 1 else 4, 1)
 
 
-def tiles_for(name: str, head_dim: int, kind: str = "16-bit") -> tuple[Tile, ...]:
+def tiles_for(
+    name: str, head_dim: int, kind: str = "16-bit", is_paged: bool = False
+) -> tuple[Tile, ...]:
     """Tiles of `PASSES` for a name in `HALF`: measured tiles if there are any, else the table's.
 
     `kind` is "16-bit", "bias" (in 16 bits), a float32 call's `precision`, or, for the forward of
-    few rows in 16 bits, "decoding" or "split-decoding".
+    few rows in 16 bits, "decoding" or "split-decoding". Only the table's tiles for decoding depend
+    on whether the keys are in pages.
     """
     column = column_of(head_dim)
     if kind in PRODUCTS:
@@ -486,6 +489,8 @@ def tiles_for(name: str, head_dim: int, kind: str = "16-bit") -> tuple[Tile, ...
         few = FEW_ROWS_FORWARD[name][column]
         if kind == "split-decoding":
             few = SPLIT_FORWARD.get(name, {}).get(column, few)
+        elif is_paged:
+            few = PAGES_FORWARD.get(name, {}).get(column, few)
         tiles = (Tile(FEW_ROWS, *few),)
     elif kind == "bias":
         tiles = BIASED.get(name, {}).get(column) or tiles_for(name, head_dim)
@@ -737,9 +742,8 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
     """A tile with fewer rows if `tile` would be mostly padding; else `tile`."""
     name, head_dim = architecture(problem.capability), column_of(max(problem.D, problem.Dv))
     if problem.dtype != torch.float32 and problem.block_tile is None:
-        (few,) = tiles_for(name, head_dim, "split-decoding" if is_split else "decoding")
-        if problem.page_size > 0 and not is_split and (name, head_dim) in PAGES_FORWARD:
-            few = Tile(FEW_ROWS, *PAGES_FORWARD[name, head_dim])
+        kind = "split-decoding" if is_split else "decoding"
+        (few,) = tiles_for(name, head_dim, kind, problem.page_size > 0)
         if problem.has_float8_keys:
             pages = FLOAT8_PAGES_FORWARD if problem.page_size > 0 and not is_split else {}
             few = Tile(FEW_ROWS, *pages.get((name, head_dim), FLOAT8_FORWARD[head_dim]))

@@ -632,12 +632,14 @@ def step(
     key = work.n0 + ME * CONSUMER_ROWS + (zero if cfg.HAS_ALIBI and cfg.HAS_LISTS else 0)
     place = Place(work.b, draws.h, key, m * cfg.BLOCK_M)
     kept = kept_by_dropout(ME, m, draws, work, cfg)
-    MASK_P: gl.constexpr = IS_MASKED and has_hidden_scores(cfg)
-    p, factor = probabilities(s, lse, keys, bits, kept, place, slope, scale, score, MASK_P, cfg)
+    IS_P_MASKED: gl.constexpr = IS_MASKED and has_hidden_scores(cfg)
+    p, factor = probabilities(
+        s, lse, keys, bits, kept, place, slope, scale, score, IS_P_MASKED, cfg
+    )
     p = kept_probabilities(p, dtype, cfg)
     s, lse, sums = end_of_step(
         ME, p, factor, dp, lse, sums, added, count, i, total, keys, k, all_keys, outputs, channels,
-        IS_MASKED and not MASK_P, cfg,
+        IS_MASKED and not IS_P_MASKED, cfg,
     )  # fmt: skip
     added = base + m
     return s, lse, sums, added
