@@ -755,8 +755,10 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
             return few
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
             return few._replace(BLOCK_M=32)
-        plain = not (problem.page_size or has_large_scores(problem) or problem.has_float8_keys)
-        if plain and rows <= ROWS and not problem.options.k_unpack:
+        options = problem.options
+        spills = options.window_left is not None or options.attention_chunk or options.dropout_p
+        others = problem.page_size or problem.has_float8_keys or options.k_unpack
+        if rows <= ROWS and not (spills or others or has_large_scores(problem)):
             tile = ROWS_FORWARD.get((name, head_dim), tile)
     if precision(problem) == "bf16x6" and rows <= FEW_ROWS:
         return Tile(FEW_ROWS, *BF16X6_FEW_ROWS[head_dim])
