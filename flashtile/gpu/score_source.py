@@ -430,8 +430,8 @@ class Writer:
 
     def _narrowed(self, line: Line) -> Line:
         """The line with the dtype of its result in the kernel: int32 for what is computed from
-        indices only, which takes half of the registers. Products and large numbers need all of
-        int64.
+        indices only, which takes half of the registers. Products, powers and large numbers need
+        all of int64.
         """
         given = [self._dtypes[x] for x in line.names if x not in self._constants]
         is_index = bool(given) and all(x in self.NARROW for x in given)
@@ -565,7 +565,7 @@ class Writer:
     def _pow_(self, line: Line) -> str:
         x, exponent = line.arguments
         is_float = line.dtype.is_floating_point
-        if not isinstance(x, Name) and is_float and x > 0:
+        if not isinstance(x, Name) and is_float and 0 < x < math.inf:
             return self._in(line, f"tl.exp2({{0}} * {math.log2(x)!r})", (exponent,))
         if isinstance(exponent, Name) or not (is_float or exponent > 0):
             raise Untranslatable(line.op)
@@ -679,7 +679,8 @@ def _inside(index: str, size: int) -> str:
     return f"({index} >= 0) & ({index} < {size})"
 
 
-_LARGE = ("mul.", "__lshift__.", "bitwise_left_shift.")  # operations whose result may be large
+# Operations whose result may be large.
+_LARGE = ("mul.", "pow.", "__lshift__.", "bitwise_left_shift.")
 
 
 def _is_small(line: Line, constants: dict[Name, Any]) -> bool:

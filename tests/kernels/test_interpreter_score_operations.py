@@ -53,7 +53,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fmax and fmin": lambda s, j: torch.fmax(s, s.log()) - torch.fmin(1 - s * s, s),
     "powers": lambda s, j: s**5 + (s.abs() + 1) ** -2 + (s.abs() + 1) ** -0.5,
     "powers of a number": lambda s, j: 2.0 ** (-j / 8) + 0.3**s,
-    "powers of an integer": lambda s, j: s - (j - 64) ** 2 / 512,
+    "powers of an integer": lambda s, j: s - (j - 64) ** 2 / 512 + (j - 64) ** 7 / 1e12,
     "gelu": lambda s, j: F.gelu(s) + F.gelu(s, approximate="tanh"),
     "threshold": lambda s, j: F.threshold(s, 0.1, 2.0),
     "logit": lambda s, j: s.sigmoid().logit(0.01),
