@@ -1,5 +1,7 @@
 """`attn_mask` and `key_padding_mask` around the backends: PyTorch, errors, `explain`, tracers."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -153,3 +155,22 @@ def test_where_the_host_cannot_read_a_mask_of_several_tiles_it_is_no_bias(rows, 
             dense = BlockMask(*found, (9, 11)).to_dense(9, 11)
             assert torch.equal(dense, mask.expand(2, 1, 9, 11))
             assert torch.equal(found[0], parts(mask)[0])
+
+
+def test_lengths_share_the_graphs_of_a_compiler():
+    """One for each answer to whether there are several tiles of queries, and of keys."""
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def parts(mask):
+        found = block_mask(mask, *mask.shape[2:])
+        return found.kinds, found.partial_index, found.partial_tiles
+
+    compiled = torch.compile(parts, fullgraph=True, dynamic=True, backend=kept)
+    for M, N in product((20, 40, 300), (21, 41, 301)):
+        mask = torch.rand(1, 2, M, N, generator=generator(M + N)) < 0.5
+        assert torch.equal(BlockMask(*compiled(mask), (M, N)).to_dense(M, N), mask)
+    assert len(graphs) == 4

@@ -131,7 +131,8 @@ def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
     tracing, the number of partial tiles cannot be read, and the mask stores every tile.
     """
     BM, BN = CPU_TILE if mask.device.type == "cpu" else GPU_TILE
-    BM, BN = _tile_length(M, BM), _tile_length(N, BN)
+    if not torch.compiler.is_compiling():  # which would compile a graph for each tile
+        BM, BN = _tile_length(M, BM), _tile_length(N, BN)
     batch, heads, rows, _ = mask.shape
     is_known = checks.is_readable(mask) and not torch._C._are_functorch_transforms_active()
     cut = BlockMask.from_dense if is_known else with_every_tile
