@@ -356,8 +356,8 @@ def _cut(mask: Tensor, tile_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def with_every_tile(mask: Tensor, tile_size: tuple[int, int]) -> BlockMask:
-    """`BlockMask.from_dense` of a mask (batch, heads, M, N) without a host that reads how many
-    tiles are partial: it has the elements of all.
+    """`BlockMask.from_dense` of a mask (batch, heads, M, N), except that the host does not read
+    which tiles are partial: the elements of all are stored.
     """
     M, N = mask.shape[2:]
     kinds, tiles = _cut(mask, tile_size)

@@ -138,7 +138,8 @@ LATENT_FEW_ROWS = {"sm_90": (32, 4, 3)}
 
 # Tiles (keys, warps, stages) for up to FEW_ROWS rows of queries, as in decoding. Reading keys and
 # values takes most of the time, so two programs share a multiprocessor and each has tiles in
-# flight. GPUs whose matrix instructions need no 64 rows (all but sm_90) use them for up to 32 rows.
+# flight, or one has more (sm_90, head dim 128). GPUs whose matrix instructions need no 64 rows (all
+# but sm_90) use them for up to 32 rows.
 FEW_ROWS = 16
 FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_80": {64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2), 512: (16, 4, 2)},
@@ -147,14 +148,14 @@ FEW_ROWS_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_100": {64: (64, 4, 4), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)},
     "gfx": {64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1), 512: (16, 4, 1)},
 }
-# The same for pages. And tiles of up to ROWS rows, whose keys are not in pages.
+# The same where it differs: for pages, and for split KV loops, as fewer programs run at a time.
 PAGES_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (128, 4, 2)}}
-ROWS, ROWS_FORWARD = 64, {("sm_90", 128): Tile(64, 128, 4, 3)}
-# The same for split KV loops, where it differs: fewer programs run at a time.
 SPLIT_FORWARD: dict[str, dict[int, tuple[int, int, int]]] = {"sm_90": {128: (64, 4, 3)}}
 # The same for a float8 cache on all GPUs, and for a paged one whose KV loop is not split: measured.
 FLOAT8_FORWARD = {64: (128, 4, 3), 128: (128, 4, 3), 256: (32, 4, 4), 512: (16, 4, 3)}
 FLOAT8_PAGES_FORWARD = {("sm_90", 128): (128, 4, 4)}
+# Tiles for more rows, up to ROWS, over contiguous keys in 16 bits.
+ROWS, ROWS_FORWARD = 64, {("sm_90", 128): Tile(64, 128, 4, 3)}
 # Over packed rows: keys where a word holds four elements, and else; registers of a thread, which
 # leave room for so many programs on a multiprocessor. Where rows share lines of memory with those
 # of other heads, short parts of the KV loop keep the programs of the heads together.
