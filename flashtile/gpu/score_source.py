@@ -535,7 +535,7 @@ class Writer:
         if rounding is None:
             return self._in(line, "{0} / {1}")
         if line.dtype.is_floating_point:
-            return self._in(line, _ARITHMETIC["trunc"].replace("{0}", "({0} / {1})"))
+            return self._in(line, _ARITHMETIC["trunc"].replace("{0}", _quotient(line.dtype)))
         return self._in(line, "({0} - {0} % {1}) // {1}")
 
     def _round_(self, line: Line) -> str:
@@ -552,14 +552,14 @@ class Writer:
 
     def _floor_divide_(self, line: Line) -> str:
         if line.dtype.is_floating_point:
-            return self._in(line, "tl.floor({0} / {1})")
+            return self._in(line, f"tl.floor({_quotient(line.dtype)})")
         # The difference may be below the least int8.
         compute = torch.int32 if line.dtype in (torch.int8, torch.int16) else line.dtype
         return self._in(line, "({0} - remainder_of({0}, {1})) // {1}", compute=compute)
 
     def _remainder_(self, line: Line) -> str:
         if line.dtype.is_floating_point:
-            return self._in(line, "{0} - tl.floor({0} / {1}) * {1}")
+            return self._in(line, f"{{0}} - tl.floor({_quotient(line.dtype)}) * {{1}}")
         return self._in(line, "remainder_of({0}, {1})")
 
     def _pow_(self, line: Line) -> str:
@@ -694,6 +694,13 @@ def _is_small(line: Line, constants: dict[Name, Any]) -> bool:
 def _factor(line: Line) -> str:
     alpha = dict(line.options).get("alpha", 1)
     return "" if alpha == 1 else f"{alpha!r} * "
+
+
+def _quotient(dtype: torch.dtype) -> str:
+    """A quotient that is rounded to an integer next. Triton's division may be two bits off, and 41
+    divided by 41 less than 1.
+    """
+    return "({0} / {1})" if dtype == torch.float64 else "tl.div_rn({0}, {1})"
 
 
 def _literal(x: Any, dtype: torch.dtype) -> str:

@@ -232,3 +232,17 @@ def test_a_forced_gpu_backend_says_why() -> None:
     q = torch.zeros(1, 5, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"hopper: .*a score_mod"):
         flashtile.attention(q, q, q, score_mod=lambda s, *ids: s - 1e9, backend="hopper")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, i, j: s + torch.div(i.float(), 41.0, rounding_mode="floor"),
+        lambda s, b, h, i, j: s + torch.div(i.half(), 41.0, rounding_mode="trunc"),
+        lambda s, b, h, i, j: s + torch.remainder(i.float(), j),
+    ],
+)
+def test_quotients_that_become_integers_are_rounded_exactly(function) -> None:
+    """On a GPU; the interpreter divides so anyway."""
+    text = described(function, torch.float32, torch.device("cpu")).program
+    assert "tl.div_rn(" in source_of(text, SCORE)
