@@ -132,7 +132,7 @@ def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
     """
     BM, BN = CPU_TILE if mask.device.type == "cpu" else GPU_TILE
     if not torch.compiler.is_compiling():  # which would compile a graph for each tile
-        BM, BN = _tile_length(M, BM), _tile_length(N, BN)
+        BM, BN = min(BM, _power_of_two(M)), min(BN, _power_of_two(N))
     batch, heads, rows, _ = mask.shape
     is_known = checks.is_readable(mask) and not torch._C._are_functorch_transforms_active()
     cut = BlockMask.from_dense if is_known else with_every_tile
@@ -148,14 +148,9 @@ def block_mask(mask: Tensor, M: int, N: int) -> BlockMask:
     )
 
 
-def _tile_length(n: int, most: int) -> int:
-    """The smallest power of two that is at least `n`, and at least 16; `most` if that is less. It
-    is a number even where `n` is a symbol of a tracer.
-    """
-    length = min(16, most)
-    while length < most and length < n:
-        length *= 2
-    return length
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`, and at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def with_key_lists(
