@@ -174,3 +174,18 @@ def test_lengths_share_the_graphs_of_a_compiler():
         mask = torch.rand(1, 2, M, N, generator=generator(M + N)) < 0.5
         assert torch.equal(BlockMask(*compiled(mask), (M, N)).to_dense(M, N), mask)
     assert len(graphs) == 4
+
+
+def test_exported_masks_have_any_number_of_tiles():
+    """More than one: a tile has 256 queries and keys on a CPU."""
+
+    class Parts(torch.nn.Module):
+        def forward(self, mask):
+            found = block_mask(mask, *mask.shape[2:])
+            return found.kinds, found.partial_index, found.partial_tiles
+
+    M, N = (torch.export.Dim(name, min=257, max=2000) for name in "MN")
+    example = torch.ones(1, 1, 300, 310, dtype=torch.bool)
+    exported = torch.export.export(Parts(), (example,), dynamic_shapes=({2: M, 3: N},)).module()
+    mask = torch.rand(1, 1, 700, 513, generator=generator(1)) < 0.5
+    assert torch.equal(BlockMask(*exported(mask), (700, 513)).to_dense(700, 513), mask)

@@ -344,10 +344,11 @@ def _cut(mask: Tensor, tile_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     elements (batch, heads, nM, nN, BM, BN), False past the last row and key.
     """
     (M, N), (BM, BN) = mask.shape[2:], tile_size
+    nM, nN = -(-M // BM), -(-N // BN)
 
     def tiles(fill: bool) -> Tensor:
-        padded = torch.nn.functional.pad(mask, (0, -N % BN, 0, -M % BM), value=fill)
-        return padded.unflatten(3, (-1, BN)).unflatten(2, (-1, BM)).transpose(3, 4)
+        padded = torch.nn.functional.pad(mask, (0, nN * BN - N, 0, nM * BM - M), value=fill)
+        return padded.unflatten(3, (nN, BN)).unflatten(2, (nM, BM)).transpose(3, 4)
 
     elements = tiles(False)
     any_visible, all_visible = elements.flatten(4).any(-1), tiles(True).flatten(4).all(-1)
