@@ -13,6 +13,7 @@ minutes to compile for 64 of them: `one-tensor` lists 16.
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -205,7 +206,8 @@ def lines(problem: Problem, args: Namespace) -> Iterator[tuple[object, ...]]:
     for name in problem.calls:
         for part in ("forward", "backward"):
             ms = medians.get((name, part))
-            times = ("", "") if ms is None else (f"{ms:.4f}", f"{ms / medians['dense', part]:.3f}")
+            dense = medians.get(("dense", part), math.nan)
+            times = ("", "") if ms is None else (f"{ms:.4f}", f"{ms / dense:.3f}")
             rest = differences.get((name, part), ""), "" if ms else errors[name]
             yield *problem[:4], name, part, *times, *rest
 

@@ -264,7 +264,7 @@ _ARITHMETIC: dict[str, str] = {
     "asin": "atan({0} / tl.sqrt(1.0 - {0} * {0}))",
     "acos": "1.5707963267948966 - atan({0} / tl.sqrt(1.0 - {0} * {0}))",
     "asinh": "tl.where({0} < 0, -1.0, 1.0) * tl.log(tl.abs({0}) + tl.sqrt({0} * {0} + 1.0))",
-    "acosh": "tl.log({0} + tl.sqrt({0} * {0} - 1.0))",
+    "acosh": "tl.log({0} + tl.sqrt({0} - 1.0) * tl.sqrt({0} + 1.0))",
     "atanh": "0.5 * tl.log((1.0 + {0}) / (1.0 - {0}))",
     "log10": "tl.log2({0}) * 0.3010299956639812",
     "erfc": "1.0 - tl.erf({0})",
@@ -546,7 +546,7 @@ class Writer:
 
     def _atan2_(self, line: Line) -> str:
         y, x = "{0}", "{1}"
-        angle = f"atan(tl.where({y} == 0, 0.0, {y} / tl.abs({x})))"
+        angle = f"atan(tl.where(({y} == 0) & ({x} == {x}), 0.0, {y} / tl.abs({x})))"
         turn = f"tl.where({y} < 0, -{math.pi}, {math.pi})"
         return self._in(line, f"tl.where({x} < 0, {turn} - {angle}, {angle})")
 
@@ -568,6 +568,8 @@ class Writer:
         if not isinstance(x, Name) and is_float and 0 < x < math.inf:
             return self._in(line, f"tl.exp2({{0}} * {math.log2(x)!r})", (exponent,))
         if isinstance(exponent, Name) or not (is_float or exponent > 0):
+            raise Untranslatable(line.op)
+        if not math.isfinite(exponent):  # no integer
             raise Untranslatable(line.op)
         if exponent != int(exponent):
             return self._in(line, f"tl.exp2(tl.log2({{0}}) * {float(exponent)!r})", (x,))

@@ -91,3 +91,21 @@ def test_operations_and_their_derivatives(name: str) -> None:
         function = function_of(source_of(program, kind))
         numbers_kernel[(1,)](out, s, g, function, kind == GRADIENT)
         torch.testing.assert_close(out.double(), want.detach(), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s: torch.atan2(s * 0.0, s),
+        lambda s: torch.atan2(torch.full_like(s, 0.0), s),
+        lambda s: s.acosh(),
+    ],
+    ids=["atan2", "atan2 of zeros", "acosh"],
+)
+def test_numbers_without_a_value_are_nan(function: Callable[[Tensor], Tensor]) -> None:
+    s = torch.linspace(-8, 8, N)
+    s[:3] = torch.tensor([torch.nan, -1e10, -2e5])
+    text = described(lambda s, b, h, i, j: function(s), torch.float32, torch.device("cpu")).program
+    out = torch.full((N,), 7.0)
+    numbers_kernel[(1,)](out, s, s, function_of(source_of(text, SCORE)), False)
+    assert torch.equal(out.isnan(), function(s).isnan())

@@ -111,6 +111,7 @@ def test_what_the_kernels_have() -> None:
         (lambda s, b, h, i, j: s**9, "pow.Tensor_Scalar in a score_mod or its derivative"),
         (lambda s, b, h, i, j: s ** TABLE[h, 0], "pow.Tensor_Tensor in a score_mod or its"),
         (lambda s, b, h, i, j: torch.inf**s, "pow.Scalar in a score_mod or its derivative"),
+        (lambda s, b, h, i, j: s**torch.inf, "pow.Tensor_Scalar in a score_mod"),
         (lambda s, b, h, i, j: torch.erfinv(s), "erfinv.default in a score_mod or its derivative"),
     ],
 )
