@@ -757,6 +757,7 @@ def _for_few_rows(tile: Tile, rows: int, problem: AttentionProblem, is_split: bo
         if rows <= 32 and name != "sm_90" and head_dim <= 256:
             return few._replace(BLOCK_M=32)
         options = problem.options
+        # These spill hundreds of bytes of such a tile; a causal mask 24 to 40, and is faster.
         spills = options.window_left is not None or options.attention_chunk or options.dropout_p
         others = problem.page_size or problem.has_float8_keys or options.k_unpack
         if rows <= ROWS and not (spills or others or has_large_scores(problem)):
