@@ -426,6 +426,14 @@ class TestLatentKeys:
             c.q, keys, keys[..., :512], k, values[1], **call, return_lse=True, backend=backend
         )
         assert torch.equal(keys[2, 20:22], k[2])
+        copies = (c.k_cache.clone(), values[0].contiguous())
+        of_copies = flashtile.attention_with_kvcache(
+            c.q, *copies, k, values[1].contiguous(), **call, backend=backend
+        )
+        assert torch.equal(copies[0][2, 20:22], k[2])
+        assert torch.equal(copies[1][2, 20:22], values[1][2])
+        if backend == "cpu":  # on a GPU, views have tiles of their own
+            assert torch.equal(out, of_copies)
         reference = partial(
             attention_with_kvcache_reference, c.q, c.k_cache, values[0], k, values[1], **call
         )

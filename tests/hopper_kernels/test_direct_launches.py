@@ -508,3 +508,9 @@ def test_nothing_keeps_the_tensors_of_an_earlier_call(passes: Passes):
         run((operands, options))
         del operands
         assert storage() is None
+
+
+def test_packed_rows_beyond_the_indices_of_their_boxes_are_refused():
+    x = torch.empty(2**30, 1, 8, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(NotImplementedError, match=r"got 1073741824 tokens, want fewer than"):
+        shared_path.descriptor_of_sequences(x, 64, 64)

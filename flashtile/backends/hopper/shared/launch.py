@@ -40,9 +40,14 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def descriptor_of_sequences(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of packed `x` (row, head, dim) in boxes that end with their sequence: TMA reads
     zeros after it, and writes nothing there. `pipeline.box_at` has the indices.
+
+    Raises:
+        NotImplementedError: `x` has more rows than the indices can name.
     """
     row, head, _ = x.stride()
-    end, (_, heads, dim) = ROWS_END.value, x.shape
+    end, (total, heads, dim) = ROWS_END.value, x.shape
+    if total >= end:
+        raise NotImplementedError(f"packed sequences: got {total} tokens, want fewer than {end}")
     # 2^30 times 2^34 elements of any size are no distance in memory.
     strides = [2**34 - row, row, row, head, 1]
     return in_boxes(x, [end + 1, end, end, heads, dim], strides, [1, 1, rows, 1, columns])
